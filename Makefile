@@ -1,0 +1,47 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`; both make .venv and install what is locked.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# uv reads its own variable for folders of wheels; pip's is taken over where it is not set
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export MOONSHIFT_HOME ?= $(CURDIR)/.moonshift
+TORCH := torch==2.13.0
+
+.PHONY: setup quickstart test test-fast check lock clean
+
+setup: $(BIN)/.moonshift-ready
+
+# torch first: a CPU build from find-links where there is one, else from PyTorch's CPU index; never a CUDA build
+$(BIN)/.moonshift-ready: pyproject.toml requirements/cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "uv>=0.8"
+	$(BIN)/uv pip install -q -p $(BIN)/python --no-index --no-deps $(TORCH) 2>/dev/null \
+	  || $(BIN)/uv pip install -q -p $(BIN)/python --torch-backend=cpu $(TORCH)
+	$(BIN)/uv pip install -q -p $(BIN)/python --compile-bytecode -r requirements/cpu.txt
+	$(BIN)/uv pip install -q -p $(BIN)/python $(TORCH) # what torch itself needs; its build stays
+	$(BIN)/uv pip install -q -p $(BIN)/python --no-deps -e .
+	touch $@
+
+quickstart: setup
+	$(BIN)/moonshift train examples/quickstart.yaml --summary quickstart.json
+
+test: setup
+	$(BIN)/pytest
+
+test-fast: setup
+	$(BIN)/pytest -m "not slow"
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# The lock leaves torch out, because its build differs by machine; the rule above pins it
+lock: setup
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra examples --extra dev --universal --python-version 3.11 \
+	  --override requirements/overrides-cpu.txt --no-header --no-annotate --upgrade -q -o requirements/cpu.txt
+
+clean:
+	rm -rf $(VENV) .moonshift quickstart.json

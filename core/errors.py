@@ -1,0 +1,71 @@
+"""The errors that a user of Moonshift can meet; every leaf is also the standard error of its kind.
+
+    MoonshiftError
+    ├── ConfigError (ValueError)        a key, a value or a combination of them
+    ├── PlanError (ValueError)          batch sizes or devices that do not fit together
+    ├── DataError (ValueError)          a data file or a row
+    ├── ModelError (ValueError)         a model folder, file or name
+    ├── RewardError (ValueError)        a reward function: cannot be loaded, raised, or returned what it must not
+    ├── LedgerError (RuntimeError)      the ledger refused: unknown run, lost lease, changed config
+    │   └── LeaseHeldError              another process owns the run
+    ├── CheckpointError (RuntimeError)  a checkpoint that is missing, incomplete or changed
+    ├── ServiceError (RuntimeError)     a server or the cluster did not start, answer or stop
+    ├── StageError (RuntimeError)       a stage of a step failed
+    ├── NonFiniteError (ArithmeticError) a loss, gradient or reward is NaN or infinite
+    └── StorageError (OSError)          no space, no permission, a read-only folder
+
+A message says what was given, where (file, row, key) and what to do. All are picklable, because they cross
+process borders: each takes one string.
+"""
+
+
+class MoonshiftError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(MoonshiftError, ValueError):
+    """A configuration key, value or combination of values is wrong."""
+
+
+class PlanError(MoonshiftError, ValueError):
+    """Batch sizes or devices do not fit together."""
+
+
+class DataError(MoonshiftError, ValueError):
+    """A data file or one of its rows cannot be used."""
+
+
+class ModelError(MoonshiftError, ValueError):
+    """A model cannot be found, read or used."""
+
+
+class RewardError(MoonshiftError, ValueError):
+    """A reward function cannot be loaded, raised, or returned something that is not a reward."""
+
+
+class LedgerError(MoonshiftError, RuntimeError):
+    """The ledger refused a request."""
+
+
+class LeaseHeldError(LedgerError):
+    """Another live process owns the run."""
+
+
+class CheckpointError(MoonshiftError, RuntimeError):
+    """A checkpoint is missing, incomplete or has changed since it was written."""
+
+
+class ServiceError(MoonshiftError, RuntimeError):
+    """A server or the cluster did not start, answer or stop in time."""
+
+
+class StageError(MoonshiftError, RuntimeError):
+    """A stage of a step failed."""
+
+
+class NonFiniteError(MoonshiftError, ArithmeticError):
+    """A loss, gradient or reward is NaN or infinite."""
+
+
+class StorageError(MoonshiftError, OSError):
+    """The disk is full, read-only or refuses access."""
