@@ -1,0 +1,108 @@
+"""Which rows each step trains on: a pure function of the step.
+
+Invariant: nothing is iterated and nothing is left over, so a resumed run reads the same rows as an unbroken one;
+the position stored with a checkpoint only proves that data and batch size are still those of the checkpoint.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..errors import DataError
+
+
+@lru_cache(maxsize=4)
+def shuffled(num_rows: int, seed: int, stream: int) -> tuple[int, ...]:
+    """A permutation of `range(num_rows)` from Philox with the key (seed, stream), both below 2^64.
+
+    Raw Philox words are sorted instead of calling `Generator.permutation`: NumPy promises that the words stay the
+    same between its versions, not that the permutation does.
+    """
+    words = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(num_rows)
+    return tuple(np.argsort(words, kind="stable").tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSampler:
+    """A continuous stream over epochs, cut into batches.
+
+    Each epoch holds each row exactly once, in an order of its own. A batch may straddle an epoch's end; it can then
+    hold one row twice, in two epochs, which is why `indices` gives (epoch, row) and not the row alone.
+
+    Example: 5 rows in batches of 4, not shuffled: step 1 reads rows 0 1 2 3 of epoch 0, step 2 row 4 of epoch 0 and
+    rows 0 1 2 of epoch 1.
+
+    Raises DataError where there are fewer rows than one batch needs.
+    """
+
+    num_rows: int
+    batch_size: int
+    """prompts a step"""
+    seed: int
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"data.train_batch_size is {self.batch_size}; a step needs at least 1 prompt.")
+        if self.num_rows < self.batch_size:
+            raise DataError(
+                f"The training data has {self.num_rows} rows, but data.train_batch_size is {self.batch_size}: "
+                f"not one step could be made. Set data.train_batch_size to {self.num_rows} or less, or add data."
+            )
+        if not 0 <= self.seed < 2**64:
+            raise DataError(f"data.seed is {self.seed}; it must be from 0 to 2^64 - 1.")
+
+    def indices(self, step: int) -> list[tuple[int, int]]:
+        """(epoch, row) of each prompt of `step`; steps count from 1, epochs and rows from 0."""
+        if step < 1:
+            raise ValueError(f"step is {step}; steps count from 1")
+        start = (step - 1) * self.batch_size
+        return [self._at(position) for position in range(start, start + self.batch_size)]
+
+    def steps_per_epochs(self, total_epochs: int) -> int:
+        """Whole batches in `total_epochs` passes.
+
+        Rows left at the very end, fewer than one batch, are not trained on: a step more would begin a pass that
+        nobody asked for.
+        """
+        return self.num_rows * total_epochs // self.batch_size
+
+    def state(self, step: int) -> dict[str, int]:
+        """Position after `step` steps, that is of the first row of step + 1; step 0 is the start."""
+        epoch, offset = divmod(step * self.batch_size, self.num_rows)
+        return {
+            "epoch": epoch,
+            "offset": offset,
+            "seed": self.seed,
+            "num_rows": self.num_rows,
+            "batch_size": self.batch_size,
+        }
+
+    def from_state(self, state: Mapping[str, int]) -> int:
+        """The number of steps after which `state` was taken.
+
+        Raises DataError where it was taken with another seed, batch size or number of rows, or is no position
+        between two batches.
+        """
+        for key in ("seed", "num_rows", "batch_size"):
+            given, now = state.get(key), self.state(0)[key]
+            if given != now:
+                raise DataError(
+                    f"The checkpoint's data position was taken with {key} = {given}, but it is {now} now. "
+                    f"Resume with the data and settings of the checkpoint, or start a new run."
+                )
+        position = state.get("epoch", -1) * self.num_rows + state.get("offset", -1)
+        if position < 0 or position % self.batch_size or dict(state) != self.state(position // self.batch_size):
+            raise DataError(
+                f"The checkpoint's data position {dict(state)} does not lie between two batches of {self.batch_size}."
+                f" The checkpoint is damaged: resume from an older one."
+            )
+        return position // self.batch_size
+
+    def _at(self, position: int) -> tuple[int, int]:
+        epoch, offset = divmod(position, self.num_rows)
+        if not self.shuffle:
+            return epoch, offset
+        return epoch, shuffled(self.num_rows, self.seed, epoch)[offset]
