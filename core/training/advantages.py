@@ -1,0 +1,56 @@
+"""From rollouts, scores and log-probs to the batch that an update needs: the redo log of a step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..algorithms import ADVANTAGE_ESTIMATORS
+from ..algorithms.kl import apply_kl_in_reward
+from ..batch import Batch, Ragged
+from ..config.schema import Config
+from .measures import spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Folders of the stages that an advantage is computed from."""
+
+    rollout: str
+    score: str
+    log_probs: str
+
+
+def compute_advantages(stages: Stages, config: Config) -> tuple[Batch, dict[str, float]]:
+    """The redo log and its metrics.
+
+    The score of a response becomes the reward of its last token; where `algorithm.use_kl_in_reward` is on, every token
+    pays for its distance to the reference.
+    """
+    batch = Batch.load(Path(stages.rollout)).union(Batch.load(Path(stages.score)))
+    batch = batch.union(Batch.load(Path(stages.log_probs)))
+    old, mask = batch.padded("old_log_probs")
+    rewards = torch.zeros_like(old)
+    scores, responses = batch.dense("score"), batch.ragged("response_ids")
+    # an engine's response holds at least one token, its stop token: there is a last one to reward
+    rewards[torch.arange(len(batch)), responses.lengths - 1] = scores.to(rewards.dtype)
+    metrics = spread("critic/score", scores)
+    if config.algorithm.use_kl_in_reward:
+        coefficient = config.algorithm.kl_ctrl.kl_coef
+        reference = batch.padded("ref_log_probs")[0]
+        rewards, kl = apply_kl_in_reward(rewards, old, reference, mask, coefficient, config.algorithm.kl_penalty)
+        metrics |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
+    groups = batch.dense("group")
+    advantages, returns = ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator](
+        rewards, mask, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo
+    )
+    metrics |= spread("critic/rewards", rewards.sum(1))
+    metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
+    solved = torch.zeros(int(groups.max()) + 1).index_reduce(0, groups, advantages.abs().sum(1), "amax")
+    metrics["training/groups_without_signal"] = float((solved == 0).float().mean())
+    kept = ["prompt_ids", "response_ids", "old_log_probs"]
+    kept += ["ref_log_probs"] if "ref_log_probs" in batch.names else []
+    redo = batch.select(kept).with_columns(
+        {"advantages": Ragged.from_padded(advantages, mask), "loss_mask": Ragged.from_padded(mask, mask)}
+    )
+    return redo, metrics

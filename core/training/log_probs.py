@@ -1,0 +1,71 @@
+"""Log-probabilities of response tokens under a causal language model.
+
+Shift convention, stated once: the logits at position t score the token at t + 1. A response of R tokens after a prompt
+of P tokens is scored by the logits at positions P-1 … P+R-2; the first token of a sequence has no log-prob.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..batch import Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLayout:
+    """Prompts and responses of one micro-batch, padded on the right: causal attention needs no mask then."""
+
+    input_ids: torch.Tensor
+    """`[B, W]`, prompt then response then padding"""
+    prompt_lengths: torch.Tensor
+    """`[B]`"""
+    response_ids: torch.Tensor
+    """`[B, T]`"""
+    response_mask: torch.Tensor
+    """`[B, T]` bool, from lengths and never from ids"""
+
+
+def lay_out(prompts: Ragged, responses: Ragged, rows: torch.Tensor, device: torch.device) -> TokenLayout:
+    """Lay out the given rows (`[B]` int64) of ragged prompts and responses."""
+    pairs = [(prompts[int(row)], responses[int(row)]) for row in rows]
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    longest = max(1, max(len(response) for _, response in pairs))
+    input_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
+    response_ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
+    mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
+    for index, (prompt, response) in enumerate(pairs):
+        input_ids[index, : len(prompt) + len(response)] = torch.cat([prompt, response])
+        response_ids[index, : len(response)] = response
+        mask[index, : len(response)] = True
+    return TokenLayout(
+        input_ids=input_ids.to(device),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in pairs], device=device),
+        response_ids=response_ids.to(device),
+        response_mask=mask.to(device),
+    )
+
+
+def response_log_probs(
+    model: PreTrainedModel, layout: TokenLayout, *, temperature: float, vocab_limit: int, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs `[B, T]` and entropies `[B, T]` (nats) of the response tokens, 0 outside the mask.
+
+    The distribution is softmax(logits / temperature) over the first `vocab_limit` ids: what the sampler drew from.
+    Ids beyond the tokenizer (padded embedding rows) take part neither there nor here.
+    """
+    first = int(layout.prompt_lengths.min()) - 1
+    width = layout.input_ids.shape[1]
+    logits = model(input_ids=layout.input_ids, use_cache=False, logits_to_keep=width - first).logits
+    steps = torch.arange(layout.response_ids.shape[1], device=logits.device)
+    position = (layout.prompt_lengths[:, None] - 1 - first + steps).clamp(max=logits.shape[1] - 1)
+    scored = logits.gather(1, position[:, :, None].expand(-1, -1, logits.shape[2]))[..., :vocab_limit].float()
+    scored = scored / temperature
+    normaliser = torch.logsumexp(scored, dim=-1)
+    chosen = scored.gather(-1, layout.response_ids[:, :, None]).squeeze(-1)
+    log_probs = torch.where(layout.response_mask, chosen - normaliser, 0.0)
+    entropy = None
+    if with_entropy:
+        probabilities = torch.exp(scored - normaliser[..., None])
+        entropy = torch.where(layout.response_mask, normaliser - (probabilities * scored).sum(-1), 0.0)
+    return log_probs, entropy

@@ -1,0 +1,45 @@
+"""Metrics of a step, under verl's names."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..batch import Batch
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """`name/mean`, `name/max` and `name/min` of a vector; nothing for an empty one."""
+    if values.numel() == 0:
+        return {}
+    numbers = values.double()
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/max": float(numbers.max()),
+        f"{name}/min": float(numbers.min()),
+    }
+
+
+def length_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
+    """Prompt and response lengths in tokens; `clip_ratio` is the share cut off by the limit."""
+    prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+    reasons: Sequence[str] = batch.rows("finish_reason")
+    clipped = sum(reason == "length" for reason in reasons) / max(1, len(reasons))
+    return {
+        **spread("response_length", responses.lengths),
+        **spread("prompt_length", prompts.lengths),
+        "response_length/clip_ratio": clipped,
+        "response_length/total": float(responses.lengths.sum()),
+        "perf/total_num_tokens": float(responses.lengths.sum() + prompts.lengths.sum()),
+    }
+
+
+def mismatch_metrics(rollouts: Batch, log_probs: Batch) -> dict[str, float]:
+    """Entropy, and how far the inference engine's probabilities are from the training engine's."""
+    sampled, trained = rollouts.ragged("rollout_log_probs"), log_probs.ragged("old_log_probs")
+    entropy = log_probs.ragged("entropy")
+    difference = (sampled.values.double().exp() - trained.values.double().exp()).abs()
+    return {
+        "actor/entropy": float(entropy.values.double().mean()),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_max": float(difference.max()),
+    }
