@@ -1,0 +1,330 @@
+"""One process's try at a run: its lease, workers, folders and the protocol by which a stage becomes a fact.
+
+Invariant: a stage's output is written to a temporary folder, flushed, renamed into place, and then committed to the
+ledger in one transaction. A committed stage is never run again; an uncommitted one left nothing that counts.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from moonshift.core.config import config_from_json as read_config
+from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
+from moonshift.core.config.schema import Config
+from moonshift.core.datasets.sampler import PromptSampler
+from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StageError, StorageError
+from moonshift.core.types import StageRef
+
+from . import snapshots
+from .cluster import cluster
+from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
+from .home import home, ledger_url, run_folder
+from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
+from .preflight import Prepared, prepare
+from .roles import Roles
+from .tracking import Tracker
+
+TIMING_NAMES = {
+    "rollout": "gen",
+    "score": "reward",
+    "log_probs": "old_log_prob",
+    "advantage": "adv",
+    "update": "update_actor",
+    "checkpoint": "save_checkpoint",
+    "validate": "testing",
+    "warm_start": "warm_start",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """What a stage's work reports beside the files it wrote."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: tuple[SampleRow, ...] = ()
+
+
+class Listener(Protocol):
+    """Something that shows a person what happens; it must not raise."""
+
+    def started(self, run_id: str, first_step: int, steps: int) -> None: ...
+
+    def stage_started(self, step: int, stage: str) -> None: ...
+
+    def stage_ended(self, step: int, stage: str, metrics: dict[str, float]) -> None: ...
+
+
+class Attempt:
+    """A live attempt; made by `open_attempt`."""
+
+    def __init__(self, prepared: Prepared, ledger: Ledger, lease: Lease, listener: Listener) -> None:
+        self.prepared = prepared
+        self.config: Config = prepared.config
+        self.plan = prepared.plan
+        self.ledger, self.lease, self.listener = ledger, lease, listener
+        self.folder = run_folder(lease.run_id)
+        self.checkpoints = self.folder / "checkpoints"
+        self.initial = prepared.model_folder
+        self.version = 0
+        data = self.config.data
+        seed = self.config.run.seed if data.seed is None else data.seed
+        self.sampler = PromptSampler(
+            num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
+        )
+        self.roles: Roles
+        self.tracker: Tracker
+
+    @property
+    def run_id(self) -> str:
+        return self.lease.run_id
+
+    def stage(
+        self,
+        step: int,
+        name: str,
+        inputs: tuple[StageRef, ...],
+        work: Callable[[Path], StageOutput],
+        place: Path | None = None,
+    ) -> StageRef:
+        """Run a stage once: return its committed output, or do `work` into a fresh folder, publish and commit it.
+
+        Raises:
+            LedgerError: when the stage was committed from other inputs, or the lease is lost.
+        """
+        digest = self._input_digest(step, name, inputs)
+        committed = self.ledger.stage(self.run_id, step, name)
+        if committed is not None:
+            if committed.input_digest != digest:
+                raise LedgerError(
+                    f"Stage {name} of step {step} of run {self.run_id} was committed from other inputs than it has "
+                    "now; the run's folder or config was changed by hand. Start a new run."
+                )
+            return _reference(self.run_id, step, name, committed.path, committed.digest)
+        self.listener.stage_started(step, name)
+        place = place or self.folder / "stages" / f"step-{step:04d}" / name
+        started = time.perf_counter()
+        output, content = self._produce(place, work)
+        seconds = time.perf_counter() - started
+        metrics = output.metrics | {f"timing_s/{TIMING_NAMES[name]}": seconds}
+        path = place.relative_to(self.folder).as_posix()
+        self.ledger.commit_stage(
+            self.lease,
+            StageCommit(
+                step=step,
+                name=name,
+                input_digest=digest,
+                path=path,
+                digest=content,
+                seconds=seconds,
+                metrics=metrics,
+                samples=output.samples,
+            ),
+        )
+        self.tracker.notify()
+        self.listener.stage_ended(step, name, metrics)
+        return _reference(self.run_id, step, name, path, content)
+
+    def _produce(self, place: Path, work: Callable[[Path], StageOutput]) -> tuple[StageOutput, str]:
+        temporary = place.with_name(f".{place.name}.{self.lease.attempt_id}.tmp")
+        with storage_errors(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(place.parent)
+            temporary.mkdir()
+            try:
+                output = work(temporary)
+                content = folder_digest(temporary)
+                publish(temporary, place)
+            finally:
+                if temporary.exists():
+                    remove(temporary)
+        return output, content
+
+    def _input_digest(self, step: int, name: str, inputs: tuple[StageRef, ...]) -> str:
+        parts = [identity_hash(self.config), str(step), name, *(ref.digest for ref in inputs)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def path(self, ref: StageRef) -> str:
+        """Absolute folder of a stage's output."""
+        return str(self.folder / ref.path)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint that verifies, or the initial policy."""
+        newest = snapshots.newest(self.checkpoints)
+        folder = None
+        if newest is not None:
+            place, manifest = newest
+            if manifest.identity != identity_hash(self.config):
+                raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
+            folder = str(place)
+        self.version = self.roles.model.load(str(self.initial), folder)
+        self.listener.started(self.run_id, self.version + 1, self.plan.steps)
+
+    def steps_left(self) -> range:
+        """Steps to walk through: from the restored version on, so that its own stages are completed too.
+
+        Stages that are committed are passed over; a committed update that the weights lack is applied again from its
+        redo log.
+        """
+        return range(max(1, self.version), self.plan.steps + 1)
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Whether something done every `frequency` steps (-1: at the end only) is due after `step`."""
+        return step == self.plan.steps or (frequency > 0 and step % frequency == 0)
+
+    def validates(self, step: int) -> bool:
+        """Whether held-out prompts are due after `step`."""
+        return bool(self.prepared.validation.prompts) and self.is_due(self.config.trainer.test_freq, step)
+
+    @property
+    def validates_first(self) -> bool:
+        """Whether held-out prompts are due before step 1; not where a restored checkpoint is past it."""
+        return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and self.version == 0
+
+    def sampler_state(self, step: int) -> str:
+        """Position in the data after `step`, as JSON."""
+        return json.dumps(self.sampler.state(step))
+
+    def retire_redo_logs(self) -> None:
+        """Delete what only a replay needs, for steps that every kept checkpoint covers."""
+        kept = snapshots.steps_on_disk(self.checkpoints)
+        for step in range(1, min(kept, default=0) + 1):
+            for name in ("log_probs", "advantage"):
+                place = self.folder / "stages" / f"step-{step:04d}" / name
+                if place.exists():
+                    remove(place)
+
+
+def _reference(run_id: str, step: int, stage: str, path: str, digest: str) -> StageRef:
+    return StageRef(run_id=run_id, step=step, stage=stage, path=path, digest=digest)
+
+
+@contextmanager
+def open_attempt(
+    config_path: str, overrides: tuple[str, ...], *, resume: bool, flow_run_id: str | None, listener: Listener
+) -> Iterator[Attempt]:
+    """Take the run's lease, start workers and tracking, and leave a truthful state behind however it ends.
+
+    Raises:
+        MoonshiftError: from the preflight, the ledger (lease held, changed config), Ray or a stage.
+    """
+    prepared = prepare(config_path, overrides)
+    with ExitStack() as stack:
+        ledger = Ledger.open(ledger_url())
+        stack.callback(ledger.close)
+        run = _find_or_create(ledger, prepared, resume)
+        lease = ledger.acquire(run.run_id, lease_s=prepared.config.recovery.lease_s, flow_run_id=flow_run_id)
+        stack.enter_context(_ending(ledger, lease))
+        stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
+        ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+        attempt = Attempt(prepared, ledger, lease, listener)
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.tracker = Tracker(ledger, lease, prepared.config, home())
+        stack.enter_context(_tracking(attempt))
+        stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
+        attempt.roles = Roles(prepared.config, prepared.plan)
+        stack.callback(attempt.roles.stop)
+        yield attempt
+
+
+def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunRecord:
+    """The unfinished run to go on with, or a new one."""
+    config = prepared.config
+    if resume:
+        run = ledger.run(config.run.id) if config.run.id else ledger.latest_run(config.run.name, unfinished=True)
+        if run is not None:
+            changed = resume_diff(read_config(run.config_json), config)
+            if changed:
+                raise ConfigError(
+                    f"Run {run.run_id} cannot go on with a config that changes its mathematics:\n  "
+                    + "\n  ".join(changed)
+                    + "\nPut the old values back, or start a new run without --resume."
+                )
+            return run
+    return ledger.create_run(
+        NewRun(
+            name=config.run.name,
+            run_id=config.run.id,
+            config_json=to_json(config, masked=True),
+            config_hash=config_hash(config),
+            seed=config.run.seed,
+            steps_planned=prepared.plan.steps,
+        )
+    )
+
+
+@contextmanager
+def _ending(ledger: Ledger, lease: Lease) -> Iterator[None]:
+    """Write how the attempt ended: COMPLETED, FAILED, PAUSED (no space), PREEMPTED (a signal)."""
+    try:
+        yield
+    except StorageError as error:
+        ledger.release(lease, RunState.PAUSED, str(error))
+        raise
+    except Exception as error:
+        ledger.release(lease, RunState.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    except BaseException as error:  # KeyboardInterrupt, SystemExit and Prefect's signal
+        ledger.release(lease, RunState.PREEMPTED, type(error).__name__)
+        raise
+    else:
+        ledger.release(lease, RunState.COMPLETED)
+
+
+@contextmanager
+def _heartbeat(ledger: Ledger, lease: Lease, lease_s: float) -> Iterator[None]:
+    """Renew the lease from a thread; a lost lease shows at the next commit, which the ledger refuses."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(lease_s / 3):
+            try:
+                ledger.heartbeat(lease, lease_s)
+            except MoonshiftError:
+                return
+
+    thread = threading.Thread(target=beat, name="lease-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(lease_s)
+
+
+@contextmanager
+def _tracking(attempt: Attempt) -> Iterator[None]:
+    """Start the sender, and end the MLflow run as what the attempt was."""
+    attempt.tracker.start()
+    status = "KILLED"
+    try:
+        yield
+        status = "FINISHED"
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        attempt.tracker.close(status)
+
+
+def check_complete(attempt: Attempt) -> int:
+    """Optimizer steps taken by the whole run.
+
+    Raises:
+        StageError: when they are fewer than planned: such a run must not count as completed.
+    """
+    last = attempt.ledger.stage(attempt.run_id, attempt.plan.steps, "update")
+    taken = int(last.metrics["training/optimizer_steps"]) if last else 0
+    if taken < attempt.plan.optimizer_steps:
+        raise StageError(
+            f"Run {attempt.run_id} took {taken} of {attempt.plan.optimizer_steps} planned optimizer steps: the others "
+            "had no token to train on or a gradient that was not finite (actor/empty_batches, actor/skipped_updates)."
+        )
+    return taken

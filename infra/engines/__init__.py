@@ -1,0 +1,1 @@
+"""Inference engines behind the `RolloutEngine` contract of `moonshift.core.types`."""

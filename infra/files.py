@@ -1,0 +1,108 @@
+"""Files that appear whole or not at all: written beside their place, flushed, then renamed into it."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moonshift.core.errors import StorageError
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space and start again with --resume",
+    errno.EDQUOT: "the quota is used up: free some space and start again with --resume",
+    errno.EROFS: "the file system is read-only: choose another folder with MOONSHIFT_HOME",
+    errno.EACCES: "permission is denied: change the folder's owner or choose another with MOONSHIFT_HOME",
+    errno.EPERM: "the operation is not permitted: choose another folder with MOONSHIFT_HOME",
+}
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into a StorageError that says what to do.
+
+    Raises:
+        StorageError: naming the path and the remedy; other OSErrors pass through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError) or error.errno not in _ADVICE:
+            raise
+        free = shutil.disk_usage(_existing(path)).free
+        raise StorageError(
+            f"Cannot write {error.filename or path}: {_ADVICE[error.errno]} ({free / 2**20:.0f} MiB free there)."
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file below a folder, by its relative path in sorted order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the relative names and bytes of all files below a folder, hex."""
+    digest = hashlib.sha256()
+    for path in files_below(folder):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content in one rename, flushed to the disk."""
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            _flush(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _flush(path.parent)
+
+
+def publish(temporary: Path, place: Path) -> None:
+    """Rename a folder into its place once all its bytes are on the disk; what lay there uncommitted goes first."""
+    with storage_errors(place):
+        for path in [*files_below(temporary), *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+            _flush(path)
+        if place.exists():
+            remove(place)
+        temporary.rename(place)
+        _flush(place.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder; it leaves its name at once, so that a half-deleted one is never taken for a whole one."""
+    doomed = folder.with_name(f".{folder.name}.{os.getpid()}.deleted")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a killed attempt left half-written or half-deleted in a folder."""
+    if folder.is_dir():
+        for path in folder.glob(".*"):
+            if path.suffix in (".tmp", ".deleted"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

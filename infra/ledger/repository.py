@@ -1,0 +1,312 @@
+"""The ledger: decides what has happened in a run.
+
+Every write is one transaction. Every write that belongs to an attempt checks the attempt's fencing token in that same
+transaction, so a stage is either committed with its metrics and samples by the run's owner, or not at all.
+"""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.orm import Session
+
+from moonshift.core.errors import LedgerError
+
+from .engine import lock_run_numbers, migrate, open_engine, where
+from .leases import AttemptStart, checked_lease, end_attempt, take_lease
+from .models import CheckpointRow, EventRow, LeaseRow, OutboxRow, RunRow, SampleIndexRow, StageRow, StepRow
+from .reader import LedgerReader, contiguous, run_record
+from .records import CheckpointRecord, Lease, NewRun, RunRecord, StageCommit, finite_json
+from .states import CheckpointState, RunState, StepState
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # longer than a name: its number is in it
+_MAX_INTEGER = 2**63 - 1
+_IDS_PER_UPDATE = 500  # below every database's limit on bound parameters
+
+
+class Ledger(LedgerReader):
+    """One database of runs; safe to use from several threads and processes at once.
+
+    Example: `lease = ledger.acquire(run.run_id, lease_s=60)`, then `ledger.commit_stage(lease, commit)`.
+    """
+
+    @classmethod
+    def open(cls, url: str, *, busy_timeout_s: float = 30.0) -> Self:
+        """Open the ledger at `url`, making or migrating it first.
+
+        A write waits up to `busy_timeout_s` seconds for SQLite's lock. Raises LedgerError (URL, driver, not a ledger,
+        locked, newer schema) or StorageError (folder or file).
+        """
+        engine = open_engine(url, busy_timeout_s=busy_timeout_s)
+        try:
+            migrate(engine)
+        except BaseException:
+            engine.dispose()
+            raise
+        return cls(engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def create_run(self, new: NewRun) -> RunRecord:
+        """Enter a run in state CREATED.
+
+        Raises LedgerError for a name or id that could not safely name a folder, an id that is taken, a parent that is
+        not there, or numbers out of range.
+        """
+        _check_new_run(new)
+        with self._write() as session:
+            lock_run_numbers(session.connection())
+            if new.parent_run_id is not None:
+                self._run_row(session, new.parent_run_id)
+            run_id = new.run_id or _next_run_id(session, new.name)
+            if session.get(RunRow, run_id) is not None:
+                raise LedgerError(
+                    f"run {run_id!r} is already in ledger {where(self._engine)}. Resume it, or leave the id out."
+                )
+            now = time.time()
+            row = RunRow(
+                id=run_id,
+                name=new.name,
+                state=RunState.CREATED,
+                config_json=new.config_json,
+                config_hash=new.config_hash,
+                seed=new.seed,
+                steps_planned=new.steps_planned,
+                t0_ms=int(now * 1000),
+                parent_run_id=new.parent_run_id,
+                created_at=now,
+                updated_at=now,
+            )
+            session.add(row)
+            session.flush()
+            session.add(LeaseRow(run_id=run_id, token=0, owner=None, expires_at=0.0))
+            return run_record(row)
+
+    def set_run_state(self, lease: Lease, state: RunState) -> None:
+        """Set the state of the run. Raises LedgerError for a lost lease, or COMPLETED before the planned steps are."""
+        with self._write() as session:
+            checked_lease(session, lease)
+            self._set_state(session, lease.run_id, state)
+
+    def set_mlflow_run_id(self, lease: Lease, mlflow_run_id: str) -> None:
+        """Say which MLflow run shows this run. Raises LedgerError for a lost lease."""
+        with self._write() as session:
+            checked_lease(session, lease)
+            row = self._run_row(session, lease.run_id)
+            row.mlflow_run_id = mlflow_run_id
+            row.updated_at = time.time()
+
+    def acquire(self, run_id: str, *, lease_s: float, flow_run_id: str | None = None, resume_step: int = 0) -> Lease:
+        """Become the owner of a run for `lease_s` seconds and open an attempt; the run is RUNNING from now on.
+
+        Possible when the run has no owner, the owner's lease has expired, or the owner was a process of this host
+        that has ended; its attempt is closed as CRASHED. Raises LeaseHeldError otherwise.
+        """
+        start = AttemptStart(lease_s=lease_s, flow_run_id=flow_run_id, resume_step=resume_step)
+        with self._write() as session:
+            return take_lease(session, self._run_row(session, run_id), start)
+
+    def heartbeat(self, lease: Lease, lease_s: float) -> None:
+        """Own the run for `lease_s` seconds from now. Raises LedgerError when the lease was lost."""
+        with self._write() as session:
+            checked_lease(session, lease).expires_at = time.time() + lease_s
+
+    def release(self, lease: Lease, state: RunState, error: str | None = None) -> None:
+        """End the attempt and give the run back; attempt and run get `state`.
+
+        Raises LedgerError for a lost lease, a state that ends nothing, or COMPLETED before the planned steps are.
+        """
+        with self._write() as session:
+            end_attempt(session, lease, state, error)
+            self._set_state(session, lease.run_id, state)
+
+    def commit_stage(self, lease: Lease, commit: StageCommit) -> None:
+        """Commit a stage, its sample rows and one outbox row a metric: all of it or nothing.
+
+        Raises LedgerError for a lost lease, a stage that is committed already, or a metric or sample there twice.
+        """
+        with self._write() as session:
+            checked_lease(session, lease)
+            _refuse_second_commit(session, lease.run_id, commit)
+            session.add(
+                StageRow(
+                    run_id=lease.run_id,
+                    step=commit.step,
+                    name=commit.name,
+                    attempt_id=lease.attempt_id,
+                    input_digest=commit.input_digest,
+                    path=commit.path,
+                    digest=commit.digest,
+                    seconds=commit.seconds,
+                    metrics=finite_json({key: float(value) for key, value in commit.metrics.items()}),
+                    committed_at=time.time(),
+                )
+            )
+            session.flush()
+            if commit.samples:
+                session.execute(insert(SampleIndexRow), _sample_values(lease.run_id, commit))
+            if commit.metrics:
+                session.execute(insert(OutboxRow), _outbox_values(lease.run_id, commit))
+
+    def commit_step(self, lease: Lease, step: int, policy_version: int) -> None:
+        """Commit a step; `policy_version` steps have been applied to the weights now.
+
+        Raises LedgerError for a lost lease, a step that is committed already, or a step below 1.
+        """
+        if step < 1:
+            raise LedgerError(f"step {step} of run {lease.run_id!r} cannot be committed: steps are counted from 1.")
+        with self._write() as session:
+            checked_lease(session, lease)
+            if session.get(StepRow, (lease.run_id, step)) is not None:
+                raise LedgerError(f"step {step} of run {lease.run_id!r} is committed already. Go on with the next one.")
+            session.add(
+                StepRow(run_id=lease.run_id, step=step, state=StepState.COMMITTED, policy_version=policy_version)
+            )
+            self._run_row(session, lease.run_id).updated_at = time.time()
+
+    def record_checkpoint(self, lease: Lease, checkpoint: CheckpointRecord) -> None:
+        """Enter a checkpoint; one written again for the same step takes the place of the first.
+
+        Raises LedgerError for a lost lease.
+        """
+        with self._write() as session:
+            checked_lease(session, lease)
+            session.merge(
+                CheckpointRow(
+                    run_id=lease.run_id,
+                    step=checkpoint.step,
+                    path=checkpoint.path,
+                    manifest_sha256=checkpoint.manifest_sha256,
+                    bytes=checkpoint.bytes,
+                    state=checkpoint.state,
+                )
+            )
+
+    def mark_checkpoint_deleted(self, lease: Lease, step: int) -> None:
+        """Say that a checkpoint's files are gone. Raises LedgerError for a lost lease or an unknown checkpoint."""
+        with self._write() as session:
+            checked_lease(session, lease)
+            row = session.get(CheckpointRow, (lease.run_id, step))
+            if row is None:
+                raise LedgerError(f"run {lease.run_id!r} has no checkpoint of step {step} in the ledger.")
+            row.state = CheckpointState.DELETED
+
+    def event(self, run_id: str, kind: str, detail: dict[str, Any], attempt_id: int | None = None) -> None:
+        """Note that something happened; needs no lease, so that an onlooker can report too.
+
+        `detail` is JSON; NaN and infinities become texts. Raises LedgerError for an unknown run or attempt.
+        """
+        with self._write() as session:
+            self._run_row(session, run_id)
+            session.add(
+                EventRow(run_id=run_id, attempt_id=attempt_id, at=time.time(), kind=kind, detail=finite_json(detail))
+            )
+
+    def mark_sent(self, ids: Sequence[int]) -> None:
+        """Say that the tracking server has these points; saying it twice changes nothing."""
+        with self._write() as session:
+            for start in range(0, len(ids), _IDS_PER_UPDATE):
+                chunk = ids[start : start + _IDS_PER_UPDATE]
+                session.execute(update(OutboxRow).where(OutboxRow.id.in_(chunk)).values(sent=True))
+
+    def _set_state(self, session: Session, run_id: str, state: RunState) -> None:
+        row = self._run_row(session, run_id)
+        if state is RunState.COMPLETED:
+            steps = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > 0).order_by(StepRow.step)
+            done = contiguous(session.scalars(steps))
+            if done < row.steps_planned:
+                raise LedgerError(
+                    f"run {run_id!r} cannot be COMPLETED: {done} of its {row.steps_planned} planned steps are "
+                    "committed. Commit the others, or end it in another state."
+                )
+        row.state = state
+        row.updated_at = time.time()
+
+    @contextmanager
+    def _write(self) -> Iterator[Session]:
+        with self._transaction(self._engine) as session:
+            yield session
+
+
+def _check_new_run(new: NewRun) -> None:
+    allowed = "letters, digits, '.', '_' and '-' are allowed, no dot in front"
+    if not _NAME.fullmatch(new.name):
+        raise LedgerError(f"run name {new.name!r} cannot name a folder: 1 to 100 {allowed}.")
+    if new.run_id is not None and not _RUN_ID.fullmatch(new.run_id):
+        raise LedgerError(f"run id {new.run_id!r} cannot name a folder: 1 to 128 {allowed}.")
+    if not 0 <= new.seed <= _MAX_INTEGER:
+        raise LedgerError(f"seed {new.seed} of run {new.name!r} is out of range: choose one from 0 to 2^63 - 1.")
+    if new.steps_planned < 0:
+        raise LedgerError(f"run {new.name!r} plans {new.steps_planned} steps: plan 0 or more.")
+
+
+def _next_run_id(session: Session, name: str) -> str:
+    """The name and the number after the highest that an id of this form has."""
+    numbered = re.compile(re.escape(name) + r"-([0-9]+)")
+    ids = session.scalars(select(RunRow.id).where(RunRow.id.startswith(f"{name}-", autoescape=True)))
+    used = [int(match.group(1)) for match in map(numbered.fullmatch, ids) if match]
+    return f"{name}-{max(used, default=0) + 1:04d}"
+
+
+def _refuse_second_commit(session: Session, run_id: str, commit: StageCommit) -> None:
+    if session.get(StageRow, (run_id, commit.step, commit.name)) is not None:
+        raise LedgerError(
+            f"stage {commit.name!r} of step {commit.step} of run {run_id!r} is committed already. "
+            "Ask for it with stage() and use its output."
+        )
+    if commit.metrics:
+        present = select(OutboxRow.key).where(
+            OutboxRow.run_id == run_id, OutboxRow.step == commit.step, OutboxRow.key.in_(commit.metrics)
+        )
+        twice = sorted(session.scalars(present))
+        if twice:
+            raise LedgerError(
+                f"stage {commit.name!r} of step {commit.step} of run {run_id!r} reports metrics that another stage of "
+                f"this step has reported: {', '.join(twice)}. Name them apart."
+            )
+
+
+def _sample_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
+    return [
+        {
+            "run_id": run_id,
+            "step": commit.step,
+            "uid": sample.uid,
+            "epoch": sample.epoch,
+            "sample_index": sample.sample_index,
+            "reward": None if sample.reward is None or math.isnan(sample.reward) else float(sample.reward),
+            "response_tokens": sample.response_tokens,
+            "finish_reason": sample.finish_reason,
+        }
+        for sample in commit.samples
+    ]
+
+
+def _outbox_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
+    values = []
+    for key, given in commit.metrics.items():
+        value = float(given)
+        finite = math.isfinite(value)
+        values.append(
+            {
+                "run_id": run_id,
+                "key": key,
+                "step": commit.step,
+                "value": value if finite else None,
+                "value_text": None if finite else repr(value),
+                "sent": False,
+            }
+        )
+    return values

@@ -1,0 +1,137 @@
+"""Typed handles on the workers: the only place that waits on Ray, and every wait has a deadline."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from moonshift.core.config import to_json
+from moonshift.core.config.schema import Config
+from moonshift.core.errors import MoonshiftError, StageError
+from moonshift.core.plan import BatchPlan
+from moonshift.core.training.advantages import Stages
+from moonshift.core.types import Prompt
+
+from .cluster import has_gpu
+from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
+from .workers.reward import RewardWorker
+
+
+class Role(StrEnum):
+    """What a worker does; a colocated worker carries several roles in one process."""
+
+    ACTOR_ROLLOUT = "actor_rollout"
+    ACTOR_ROLLOUT_REF = "actor_rollout_ref"
+    REWARD = "reward"
+
+
+class _Handle:
+    """One Ray actor, its role's name for messages, and the deadline of its calls."""
+
+    def __init__(self, actor: Any, role: Role, config: Config) -> None:
+        self._actor = actor
+        self._role = role
+        self._start_timeout_s = config.recovery.start_timeout_s
+        self._stage_timeout_s = config.recovery.stage_timeout_s
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        return wait(
+            getattr(self._actor, method).remote(*arguments),
+            f"{method} of role {self._role}",
+            timeout_s or self._stage_timeout_s,
+        )
+
+
+class ModelHandle(_Handle):
+    """The roles actor, rollout and ref."""
+
+    def load(self, initial: str, checkpoint: str | None) -> int:
+        """Load weights; returns their policy version."""
+        return self._call("load", initial, checkpoint, timeout_s=self._start_timeout_s)
+
+    def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
+        """Supervised fine-tuning; the model goes to `out/model`."""
+        return self._call("warm_start", examples, out)
+
+    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
+        """Generate responses into `out`."""
+        return self._call("rollout", order, out)
+
+    def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
+        """Log-probs of a rollout batch into `out`."""
+        return self._call("log_probs", rollouts, out)
+
+    def advantage(self, stages: Stages, out: str) -> dict[str, float]:
+        """The redo log of a step into `out`."""
+        return self._call("advantage", stages, out)
+
+    def update(self, redo: str, step: int) -> dict[str, float]:
+        """Apply a step's redo log to the weights."""
+        return self._call("update", redo, step)
+
+    def save(self, out: str) -> None:
+        """Write weights and all training state to `out`."""
+        self._call("save", out)
+
+    def weights_sha256(self) -> str:
+        """Hash of the weights."""
+        return self._call("weights_sha256")
+
+
+class RewardHandle(_Handle):
+    """The role reward."""
+
+    def score(self, prompts: Sequence[Prompt], rollouts: str, out: str) -> dict[str, list[float]]:
+        """Grade a rollout batch into `out`; returns the scores by component."""
+        return self._call("score", list(prompts), rollouts, out)
+
+
+class Roles:
+    """All workers of an attempt. They are not detached: they end with this process."""
+
+    def __init__(self, config: Config, plan: BatchPlan) -> None:
+        role = Role.ACTOR_ROLLOUT_REF if config.needs_reference else Role.ACTOR_ROLLOUT
+        gpus = 1 if config.trainer.device != "cpu" and has_gpu() else 0
+        text = to_json(config)
+        # stateful workers are never restarted behind our back: a fresh one would hold other weights
+        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": _THREADS}}
+        model = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=gpus, **options).remote(text, plan)
+        reward = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options).remote(text)
+        self.model = ModelHandle(model, role, config)
+        self.reward = RewardHandle(reward, Role.REWARD, config)
+        self._actors = [model, reward]
+
+    def stop(self) -> None:
+        """End the workers at once."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+# Ray sets OMP_NUM_THREADS to the CPUs a worker asked for; an empty value lets torch use all cores
+_THREADS = {"OMP_NUM_THREADS": ""}
+
+
+def wait(reference: Any, what: str, timeout_s: float) -> Any:
+    """Wait for a Ray result.
+
+    Raises:
+        StageError: after the deadline, or when the worker died, saying which and why.
+        MoonshiftError: the error that the worker itself raised.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise StageError(
+            f"{what} did not answer within {timeout_s:.0f} s; raise recovery.stage_timeout_s if it needs longer."
+        ) from error
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MoonshiftError):
+            raise cause from error
+        raise StageError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise StageError(f"{what} ended because its worker process died: {error}") from error
+    except RayError as error:
+        raise StageError(f"{what} failed in Ray: {error}") from error

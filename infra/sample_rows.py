@@ -1,0 +1,31 @@
+"""The ledger's index of samples, read off a rollout batch."""
+
+from pathlib import Path
+
+from moonshift.core.batch import Batch
+
+from .ledger import SampleRow
+
+
+def sample_rows(rollouts: Path, scores: list[float]) -> tuple[SampleRow, ...]:
+    """One row a response, in the batch's order."""
+    batch = Batch.load(rollouts).select(["uid", "epoch", "sample_index", "finish_reason", "response_ids"])
+    return tuple(
+        SampleRow(
+            uid=uid,
+            epoch=int(epoch),
+            sample_index=int(index),
+            reward=float(reward),
+            response_tokens=int(length),
+            finish_reason=reason,
+        )
+        for uid, epoch, index, reason, length, reward in zip(
+            batch.rows("uid"),
+            batch.rows("epoch"),
+            batch.rows("sample_index"),
+            batch.rows("finish_reason"),
+            batch.ragged("response_ids").lengths.tolist(),
+            scores,
+            strict=True,
+        )
+    )

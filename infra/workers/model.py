@@ -1,0 +1,207 @@
+"""The worker that holds a model: it generates, scores tokens and trains, colocated in one process.
+
+Invariant: batches come and go as folders on the shared disk; only paths, sizes and metrics cross the process border.
+The rollout engine serves the very tensors that are trained, so a weight sync copies nothing.
+"""
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from moonshift.core.batch import Batch, Ragged
+from moonshift.core.config import config_from_json
+from moonshift.core.errors import CheckpointError
+from moonshift.core.plan import BatchPlan
+from moonshift.core.training.advantages import Stages, compute_advantages
+from moonshift.core.training.engine import Scoring, TorchTrainEngine, forward_log_probs
+from moonshift.core.training.fingerprint import weights_sha256
+from moonshift.core.training.measures import length_metrics, mismatch_metrics
+from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
+from moonshift.core.training.rendering import decode_response
+from moonshift.core.training.supervised import fine_tune
+from moonshift.core.types import SamplingParams
+
+from ..engines.transformers import TransformersEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOrder:
+    """What to generate: one entry a prompt, `params.n` seeds a prompt."""
+
+    prompt_ids: list[list[int]]
+    uids: list[str]
+    epochs: list[int]
+    seeds: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkedExamples:
+    """Prompts and answers for supervised fine-tuning, as ids; one entry an example."""
+
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+
+
+class ModelWorker:
+    """Roles actor, rollout and, where the loss needs one, ref."""
+
+    def __init__(self, config_json: str, plan: BatchPlan) -> None:
+        self.config = config_from_json(config_json)
+        self.plan = plan
+        threads = self.config.trainer.num_threads
+        if threads:
+            torch.set_num_threads(threads)
+        cuda = self.config.trainer.device == "cuda" or (
+            self.config.trainer.device == "auto" and torch.cuda.is_available()
+        )
+        self.device = torch.device("cuda" if cuda else "cpu")
+        # some CUDA kernels (cumsum of the sampler) have no deterministic form: warn there, refuse on the CPU
+        torch.use_deterministic_algorithms(self.config.run.deterministic, warn_only=cuda)
+        torch.set_float32_matmul_precision("high" if cuda else "highest")
+
+    def load(self, initial: str, checkpoint: str | None) -> int:
+        """Load the initial policy, or a checkpoint of it, and the reference; returns the policy version."""
+        folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
+        remote = self.config.actor_rollout_ref.model.trust_remote_code
+        self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
+        self.stop_ids = stop_ids(self.tokenizer, folder)
+        self.model = load_model(folder, device=self.device, trust_remote_code=remote)
+        self.reference = (
+            load_model(Path(initial), device=self.device, trust_remote_code=remote)
+            if self.config.needs_reference
+            else None
+        )
+        self.vocab_limit = min(len(self.tokenizer), self.model.config.vocab_size)
+        self.train_engine = TorchTrainEngine(self.model, self.config, self.plan, self.vocab_limit)
+        self.rollout_engine = TransformersEngine(
+            self.model,
+            vocab_limit=self.vocab_limit,
+            max_sequences=self.config.actor_rollout_ref.rollout.max_num_seqs,
+        )
+        if checkpoint:
+            self._restore(Path(checkpoint))
+        self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
+        return self.train_engine.version
+
+    def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
+        """Fine-tune on worked examples and write the model, the initial policy, to `out/model`."""
+        batch = Batch(
+            {
+                "prompt_ids": Ragged.from_list(examples.prompt_ids, torch.int64),
+                "response_ids": Ragged.from_list(examples.response_ids, torch.int64),
+            }
+        )
+        metrics = fine_tune(
+            self.model, batch, self.config.warm_start, seed=self.config.run.seed, vocab_limit=self.vocab_limit
+        )
+        self._save_model(Path(out) / "model")
+        return metrics
+
+    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
+        """Generate, and write a batch of ids, log-probs and texts to `out`."""
+        started = time.perf_counter()
+        batch = self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds)
+        seconds = time.perf_counter() - started
+        count = order.params.n
+        texts = [decode_response(ids.tolist(), self.tokenizer, self.stop_ids) for ids in batch.rows("response_ids")]
+        batch = batch.with_columns(
+            {
+                "group": torch.arange(len(order.uids)).repeat_interleave(count),
+                "sample_index": torch.arange(count).repeat(len(order.uids)),
+                "epoch": torch.tensor(order.epochs).repeat_interleave(count),
+                "uid": [uid for uid in order.uids for _ in range(count)],
+                "response": texts,
+            }
+        )
+        Batch({name: batch[name] for name in batch.names}, {"policy_version": self.rollout_engine.version}).save(
+            Path(out)
+        )
+        metrics = length_metrics(batch, self.config.data.max_response_length)
+        return metrics | {"rollout/tokens_per_s": metrics["response_length/total"] / seconds}
+
+    def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
+        """Log-probs of the sampled tokens under the policy and, where needed, the reference."""
+        batch = Batch.load(Path(rollouts))
+        scored = self.train_engine.log_probs(batch)
+        columns = {"old_log_probs": scored["log_probs"], "entropy": scored["entropy"]}
+        if self.reference is not None:
+            scoring = Scoring(
+                temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit
+            )
+            reference = forward_log_probs(self.reference, batch, self.plan.log_prob_micro_batch_size, scoring)
+            columns["ref_log_probs"] = reference["log_probs"]
+        Batch(columns).save(Path(out))
+        return mismatch_metrics(batch, Batch(columns))
+
+    def advantage(self, stages: Stages, out: str) -> dict[str, float]:
+        """Advantages, written with all that the update needs: the redo log of the step."""
+        batch, metrics = compute_advantages(stages, self.config)
+        batch.save(Path(out))
+        return metrics
+
+    def update(self, redo: str, step: int) -> dict[str, float]:
+        """Apply the redo log of `step` to the weights of version `step - 1`; the rollout engine follows at once."""
+        if self.train_engine.version != step - 1:
+            raise CheckpointError(
+                f"Step {step} can be applied to policy version {step - 1} only; the worker holds version "
+                f"{self.train_engine.version}. Start again with --resume."
+            )
+        self.rollout_engine.sleep()
+        metrics = self.train_engine.update(Batch.load(Path(redo)), step)
+        self.rollout_engine.wake()
+        self.rollout_engine.load_weights(self.train_engine.weights(), step)
+        if self.device.type == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
+
+    def save(self, out: str) -> None:
+        """Write model, optimizer, random state and counters to `out`."""
+        folder = Path(out)
+        self._save_model(folder / "model")
+        optimizer = {name: tensor.cpu().contiguous() for name, tensor in self.train_engine.optimizer_state().items()}
+        save_file(optimizer, folder / "optimizer.safetensors")
+        generators = {"torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state()
+        save_file(generators, folder / "rng.safetensors")
+        state = {
+            "version": self.train_engine.version,
+            "optimizer_steps": self.train_engine.optimizer_steps,
+            "python_random": random.getstate(),
+            "numpy_random": _numpy_state(),
+        }
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def weights_sha256(self) -> str:
+        """Hash of the weights that are served and trained now."""
+        return weights_sha256(self.train_engine.weights())
+
+    def _save_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _restore(self, folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        self.train_engine.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
+        self.train_engine.version = state["version"]
+        self.train_engine.optimizer_steps = state["optimizer_steps"]
+        generators = load_file(folder / "rng.safetensors")
+        torch.set_rng_state(generators["torch"])
+        if "cuda" in generators and self.device.type == "cuda":
+            torch.cuda.set_rng_state(generators["cuda"])
+        version, words, gauss = state["python_random"]
+        random.setstate((version, tuple(words), gauss))
+        name, words, position, has_gauss, cached = state["numpy_random"]
+        np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _numpy_state() -> list[object]:
+    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return [name, np.asarray(words).tolist(), position, has_gauss, cached]

@@ -1,0 +1,37 @@
+"""Fixtures shared by all rooms."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# before any library reads them: no telemetry, no outside look-ups, as the command line sets them
+from moonshift.infra.offline import apply_quiet_environment
+
+apply_quiet_environment(Path(os.environ.get("MOONSHIFT_HOME", "/tmp")) / "moonshift-tests")
+
+
+@pytest.fixture
+def moonshift_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home of its own for a test."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("MOONSHIFT_HOME", str(folder))
+    yield folder
+
+
+@pytest.fixture(scope="session")
+def moonshift_command() -> list[str]:
+    """The command line in a process of its own."""
+    return [sys.executable, "-m", "moonshift.flows.cli"]
+
+
+@pytest.fixture(scope="session")
+def char_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny seeded character-level Llama."""
+    from moonshift.core.training.model import resolve_model
+
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    cache = tmp_path_factory.mktemp("models")
+    return resolve_model("builtin:char-llama", override_config=settings, seed=3, cache=cache)
