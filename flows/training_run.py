@@ -1,0 +1,87 @@
+"""A training run started by hand: checks first, then the local Prefect server, then the flow, then what came of it."""
+
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moonshift.infra.home import home, ledger_url, run_folder
+from moonshift.infra.ledger import Ledger
+from moonshift.infra.preflight import prepare
+from moonshift.infra.report import ACCURACY, REWARD, summarize
+from moonshift.infra.services import StandingServer
+
+
+def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display: str, debug: bool) -> dict[str, Any]:
+    """Run the flow in this process against a standing local server, or the one at PREFECT_API_URL; returns the summary.
+
+    Raises:
+        MoonshiftError: whatever the preflight, the services or the run raised.
+    """
+    # the message of an error is printed once, by the command line; Prefect would print its traceback too
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO" if debug else "CRITICAL")
+    with StandingServer(home()) as server:  # comes up while the preflight runs
+        prepare(config, overrides)
+        os.environ["PREFECT_API_URL"] = server.wait_ready()
+        from .post_train import post_train
+
+        try:
+            summary = post_train(config=config, overrides=list(overrides), resume=resume, display=display)
+        finally:
+            _drain()
+    ledger = Ledger.open(ledger_url())
+    try:
+        summary = summarize(ledger, summary["run_id"])
+        _show(summary, ledger)
+    finally:
+        ledger.close()
+    return summary
+
+
+def _drain() -> None:
+    """Let Prefect hand over its last logs and events while the server is still there; it would retry for a minute."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=10)
+    EventsWorker.drain_all(timeout=10)
+
+
+def _show(summary: dict[str, Any], ledger: Ledger) -> None:
+    """The table, the curve in the terminal, and where everything is."""
+    console = Console()
+    table = Table(title=f"{summary['run_id']}: {summary['state']}")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_row("training reward", _number(summary["reward_first"]), _number(summary["reward_last"]))
+    table.add_row("held-out score", _number(summary["eval_before"]), _number(summary["eval_after"]))
+    table.add_row("steps / optimizer steps", "", f"{summary['steps']} / {summary['optimizer_steps']}")
+    table.add_row("seconds (first reward / all)", _number(summary["first_reward_s"]), _number(summary["wall_s"]))
+    console.print(table)
+    print(_curve(ledger, summary["run_id"]))
+    console.print(f"curve       {run_folder(summary['run_id']) / 'reward.png'}", soft_wrap=True)
+    console.print(f"checkpoint  {summary['checkpoint']}", soft_wrap=True)
+    console.print(f"weights     sha256 {summary['weights_sha256']}", soft_wrap=True)
+    console.print("pages       moonshift ui prefect    moonshift ui mlflow", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _curve(ledger: Ledger, run_id: str) -> str:
+    """The reward curve in characters."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.plot_size(72, 16)
+    plotext.theme("clear")
+    for key, label in ((REWARD, "training reward"), (ACCURACY, "held-out score")):
+        series = ledger.metric_series(run_id, key)
+        if series:
+            steps, values = zip(*series, strict=True)
+            plotext.plot(list(steps), list(values), label=label)
+    plotext.xlabel("step")
+    return plotext.build()

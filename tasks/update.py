@@ -1,0 +1,36 @@
+"""Stage `update`: the optimizer steps of a training step; afterwards the rollout engine serves the new weights."""
+
+import json
+from pathlib import Path
+
+from moonshift.core.types import StageRef
+from moonshift.infra.attempt import Attempt, StageOutput
+
+from .policies import stage_task
+
+
+@stage_task("update")
+def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
+    """Apply the step's redo log to the weights: once, or again where a restored checkpoint lacks it."""
+    committed = attempt.ledger.stage(attempt.run_id, step, "update")
+    if committed is not None and attempt.version < step:
+        metrics = attempt.roles.model.update(attempt.path(advantages), step)
+        attempt.version = step
+        if metrics["actor/grad_norm"] != committed.metrics["actor/grad_norm"]:
+            attempt.ledger.event(
+                attempt.run_id,
+                "replay_differs",
+                {"step": step, "grad_norm": [committed.metrics["actor/grad_norm"], metrics["actor/grad_norm"]]},
+                attempt.lease.attempt_id,
+            )
+
+    def work(out: Path) -> StageOutput:
+        metrics = attempt.roles.model.update(attempt.path(advantages), step)
+        attempt.version = step
+        (out / "metrics.json").write_text(json.dumps(metrics, sort_keys=True), encoding="utf-8")
+        return StageOutput(metrics=metrics | {"training/global_step": float(step)})
+
+    ref = attempt.stage(step, "update", (advantages,), work)
+    if attempt.ledger.last_step(attempt.run_id) < step:  # also after a crash between the two commits
+        attempt.ledger.commit_step(attempt.lease, step, step)
+    return ref
