@@ -93,7 +93,9 @@ class TorchTrainEngine:
 
     def _mini_batches(self, batch: Batch) -> Iterator[MiniBatch]:
         lengths = batch.ragged("response_ids").lengths + batch.ragged("prompt_ids").lengths
-        trained = torch.stack([mask.sum() for mask in batch.rows("loss_mask")])
+        masks = batch.ragged("loss_mask")
+        before = torch.cat([masks.values.new_zeros(1, dtype=torch.int64), masks.values.long().cumsum(0)])
+        trained = before[masks.offsets[1:]] - before[masks.offsets[:-1]]
         for rows in torch.arange(len(batch)).split(self.plan.samples_per_mini_batch):
             order = torch.argsort(lengths[rows], stable=True)  # rows of one length together: less padding
             yield MiniBatch(rows=rows[order], num_tokens=int(trained[rows].sum()), num_sequences=len(rows))
@@ -218,20 +220,16 @@ def forward_log_probs(
 ) -> dict[str, Ragged]:
     """`log_probs` and `entropy` of every response token, ragged float32 on the host."""
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-    order = torch.argsort(prompts.lengths + responses.lengths, stable=True)
-    log_probs: list[torch.Tensor] = [torch.empty(0)] * len(batch)
-    entropies: list[torch.Tensor] = [torch.empty(0)] * len(batch)
+    order = torch.argsort(prompts.lengths + responses.lengths, stable=True)  # less padding
+    parts: list[Batch] = []
     for rows in order.split(micro_batch_size):
         layout = lay_out(prompts, responses, rows, model.device)
         values, entropy = response_log_probs(
             model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, with_entropy=True
         )
         assert entropy is not None
-        for index, row in enumerate(rows.tolist()):
-            length = int(responses.lengths[row])
-            log_probs[row] = values[index, :length].cpu()
-            entropies[row] = entropy[index, :length].cpu()
-    return {
-        "log_probs": Ragged.from_list(log_probs, torch.float32),
-        "entropy": Ragged.from_list(entropies, torch.float32),
-    }
+        mask = layout.response_mask.cpu()
+        named = {"log_probs": values, "entropy": entropy}
+        parts.append(Batch({name: Ragged.from_padded(tensor.cpu(), mask) for name, tensor in named.items()}))
+    whole = Batch.concat(parts).reorder(torch.argsort(order))
+    return {name: whole.ragged(name) for name in ("log_probs", "entropy")}

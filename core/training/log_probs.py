@@ -28,19 +28,19 @@ class TokenLayout:
 
 def lay_out(prompts: Ragged, responses: Ragged, rows: torch.Tensor, device: torch.device) -> TokenLayout:
     """Lay out the given rows (`[B]` int64) of ragged prompts and responses."""
-    pairs = [(prompts[int(row)], responses[int(row)]) for row in rows]
-    width = max(len(prompt) + len(response) for prompt, response in pairs)
-    longest = max(1, max(len(response) for _, response in pairs))
-    input_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
-    response_ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
-    mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
-    for index, (prompt, response) in enumerate(pairs):
-        input_ids[index, : len(prompt) + len(response)] = torch.cat([prompt, response])
-        response_ids[index, : len(response)] = response
-        mask[index, : len(response)] = True
+    prompts, responses = prompts.take(rows), responses.take(rows)
+    prompt_ids, _ = prompts.padded(None, "right", 0)
+    response_ids, mask = responses.padded(max(1, int(responses.lengths.max())), "right", 0)
+    width = int((prompts.lengths + responses.lengths).max())
+    positions = torch.arange(width)
+    # which token of its own prompt or response stands at each position
+    from_prompt = positions.expand(len(rows), -1).clamp(max=prompt_ids.shape[1] - 1)
+    from_response = (positions - prompts.lengths[:, None]).clamp(min=0, max=response_ids.shape[1] - 1)
+    in_prompt = positions < prompts.lengths[:, None]
+    input_ids = torch.where(in_prompt, prompt_ids.gather(1, from_prompt), response_ids.gather(1, from_response))
     return TokenLayout(
         input_ids=input_ids.to(device),
-        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in pairs], device=device),
+        prompt_lengths=prompts.lengths.to(device),
         response_ids=response_ids.to(device),
         response_mask=mask.to(device),
     )
