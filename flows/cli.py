@@ -42,11 +42,21 @@ def clear_errors(debug: bool) -> Iterator[None]:
     except MoonshiftError as error:
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_without_traceback(str(error))}", err=True)
         raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
     except KeyboardInterrupt as error:
         typer.echo("interrupted: the run is PREEMPTED; go on with --resume", err=True)
         raise typer.Exit(130) from error
+
+
+def _without_traceback(message: str) -> str:
+    """A user's own traceback in a message becomes its last frame and its error; --debug shows it whole."""
+    head, mark, rest = message.partition("Traceback (most recent call last):")
+    lines = [line.strip() for line in rest.splitlines() if line.strip()]
+    if not mark or not lines:
+        return message
+    frames = [line for line in lines if line.startswith("File ")]
+    return "\n  ".join([head.rstrip(), *frames[-1:], lines[-1], "(--debug shows the whole traceback)"])
 
 
 @app.callback(invoke_without_command=True)
