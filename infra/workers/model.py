@@ -85,6 +85,7 @@ class ModelWorker:
             vocab_limit=self.vocab_limit,
             max_sequences=self.config.actor_rollout_ref.rollout.max_num_seqs,
         )
+        self._seed()
         if checkpoint:
             self._restore(Path(checkpoint))
         self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
@@ -182,6 +183,13 @@ class ModelWorker:
     def weights_sha256(self) -> str:
         """Hash of the weights that are served and trained now."""
         return weights_sha256(self.train_engine.weights())
+
+    def _seed(self) -> None:
+        """Every generator of the process starts from the run's seed: a checkpoint's bytes do not depend on the process."""
+        seed = self.config.run.seed
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
 
     def _save_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)

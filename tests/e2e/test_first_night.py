@@ -225,25 +225,3 @@ def _committed(home: Path, query: str) -> bool:
         return rows(home, query) == [(1,)]
     except sqlite3.OperationalError:  # the tables are not there yet
         return False
-
-
-def test_a_termination_leaves_a_preempted_run_and_no_process(server_home: dict[str, str], tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    process = subprocess.Popen(
-        command("train", str(QUICKSTART), *SMALL, "--plain"),
-        env=environment_of(home, server_home), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while not (
-        (home / "ledger.db").exists()
-        and _committed(home, "select count(*) from stages where step=1 and name='rollout'")
-    ):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    below = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 143, message
-    assert "--resume" in message and "Traceback" not in message
-    assert rows(home, "select state from runs") == [("PREEMPTED",)]
-    assert still_running(below, 60) == []
