@@ -185,7 +185,7 @@ class ModelWorker:
         return weights_sha256(self.train_engine.weights())
 
     def _seed(self) -> None:
-        """Every generator of the process starts from the run's seed: a checkpoint's bytes do not depend on the process."""
+        """Start every generator of the process from the run's seed: a checkpoint's bytes depend on nothing else."""
         seed = self.config.run.seed
         random.seed(seed)
         np.random.seed(seed % 2**32)
