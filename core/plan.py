@@ -37,6 +37,14 @@ class BatchPlan:
     """steps planned in the whole run"""
 
     @property
+    def on_policy(self) -> bool:
+        """One optimizer step a rollout: the policy that is trained is the one that sampled, token by token.
+
+        The old log-probs are then the current ones, and no forward pass of their own is spent on them.
+        """
+        return self.optimizer_steps_per_step == 1
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps planned in the whole run."""
         return self.steps * self.optimizer_steps_per_step

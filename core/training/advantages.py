@@ -28,16 +28,17 @@ def compute_advantages(stages: Stages, config: Config) -> tuple[Batch, dict[str,
     pays for its distance to the reference.
     """
     batch = Batch.load(Path(stages.rollout)).union(Batch.load(Path(stages.score)))
-    batch = batch.union(Batch.load(Path(stages.log_probs)))
-    old, mask = batch.padded("old_log_probs")
-    rewards = torch.zeros_like(old)
+    log_probs = Batch.load(Path(stages.log_probs))
+    batch = batch.union(log_probs) if log_probs.names else batch  # nothing was needed before the update
+    mask = batch.padded("response_ids")[1]
+    rewards = torch.zeros(mask.shape)
     scores, responses = batch.dense("score"), batch.ragged("response_ids")
     # an engine's response holds at least one token, its stop token: there is a last one to reward
     rewards[torch.arange(len(batch)), responses.lengths - 1] = scores.to(rewards.dtype)
     metrics = spread("critic/score", scores)
     if config.algorithm.use_kl_in_reward:
         coefficient = config.algorithm.kl_ctrl.kl_coef
-        reference = batch.padded("ref_log_probs")[0]
+        old, reference = batch.padded("old_log_probs")[0], batch.padded("ref_log_probs")[0]
         rewards, kl = apply_kl_in_reward(rewards, old, reference, mask, coefficient, config.algorithm.kl_penalty)
         metrics |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
     groups = batch.dense("group")
@@ -48,7 +49,7 @@ def compute_advantages(stages: Stages, config: Config) -> tuple[Batch, dict[str,
     metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
     solved = torch.zeros(int(groups.max()) + 1).index_reduce(0, groups, advantages.abs().sum(1), "amax")
     metrics["training/groups_without_signal"] = float((solved == 0).float().mean())
-    kept = ["prompt_ids", "response_ids", "old_log_probs"]
+    kept = ["prompt_ids", "response_ids", "old_log_probs" if "old_log_probs" in batch.names else "rollout_log_probs"]
     kept += ["ref_log_probs"] if "ref_log_probs" in batch.names else []
     redo = batch.select(kept).with_columns(
         {"advantages": Ragged.from_padded(advantages, mask), "loss_mask": Ragged.from_padded(mask, mask)}

@@ -22,6 +22,7 @@ from ..config.schema import Config
 from ..errors import ModelError, NonFiniteError
 from ..plan import BatchPlan
 from .log_probs import TokenLayout, lay_out, response_log_probs
+from .measures import mismatch
 from .schedule import learning_rate
 
 
@@ -74,8 +75,9 @@ class TorchTrainEngine:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Take the optimizer steps of training step `step` and raise the policy version to it.
 
-        `batch` holds `prompt_ids, response_ids, loss_mask, old_log_probs, advantages` (ragged) and, where the loss has
-        a KL term, `ref_log_probs`. Returns metrics under verl's names, averaged over the optimizer steps.
+        `batch` holds `prompt_ids, response_ids, loss_mask, advantages` (ragged), `old_log_probs` or, where the update
+        is exactly on-policy, `rollout_log_probs` in their place (measured, never trained on), and `ref_log_probs`
+        where the loss has a KL term. Returns metrics under verl's names, averaged over the optimizer steps.
         """
         rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step, self.plan.steps)
         for group in self.optimizer.param_groups:
@@ -110,7 +112,8 @@ class TorchTrainEngine:
         try:
             for rows in mini_batch.rows.split(self.plan.micro_batch_size):
                 for key, value in self._backward(batch, rows, mini_batch).items():
-                    metrics[key] = metrics.get(key, 0.0) + value
+                    earlier = metrics.get(key, 0.0)
+                    metrics[key] = max(earlier, value) if key.endswith("_max") else earlier + value
             norm = float(clip_grad_norm_(self.model.parameters(), self.config.actor_rollout_ref.actor.grad_clip))
         except NonFiniteError:
             norm = math.nan
@@ -125,18 +128,20 @@ class TorchTrainEngine:
     def _backward(self, batch: Batch, rows: torch.Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         """Loss and gradient of one micro-batch, as its share of the mini-batch."""
         actor = self.config.actor_rollout_ref.actor
+        on_policy = "old_log_probs" not in batch.names
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)
         log_probs, entropy = response_log_probs(
             self.model,
             layout,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
             vocab_limit=self.vocab_limit,
-            with_entropy=actor.entropy_coeff > 0,
+            entropy_use="gradient" if actor.entropy_coeff > 0 else "value" if on_policy else "none",
         )
         mask = self._dense(batch, "loss_mask", rows, layout).bool()
+        old_log_probs = log_probs.detach() if on_policy else self._dense(batch, "old_log_probs", rows, layout)
         policy = POLICY_LOSSES["vanilla"](
             log_probs,
-            self._dense(batch, "old_log_probs", rows, layout),
+            old_log_probs,
             self._dense(batch, "advantages", rows, layout),
             mask,
             clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
@@ -145,7 +150,7 @@ class TorchTrainEngine:
         )
         terms = {"actor/pg_loss": self._mean(policy.token_losses, mask, mini_batch)}
         loss = terms["actor/pg_loss"]
-        if entropy is not None:
+        if entropy is not None and actor.entropy_coeff > 0:
             terms["actor/entropy_loss"] = self._mean(entropy, mask, mini_batch)
             loss = loss - actor.entropy_coeff * terms["actor/entropy_loss"]
         if actor.use_kl_loss:
@@ -158,6 +163,12 @@ class TorchTrainEngine:
         metrics = {key: float(value.detach()) for key, value in terms.items()}
         for key, (numerator, _) in policy.metrics.items():
             metrics[key] = float(numerator) / mini_batch.num_tokens
+        if on_policy:
+            assert entropy is not None
+            sampled = self._dense(batch, "rollout_log_probs", rows, layout)
+            found = mismatch(sampled[mask], old_log_probs[mask], entropy[mask].detach())
+            share = int(mask.sum()) / mini_batch.num_tokens
+            metrics |= {key: value if key.endswith("_max") else value * share for key, value in found.items()}
         return metrics
 
     def _dense(self, batch: Batch, name: str, rows: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -225,7 +236,7 @@ def forward_log_probs(
     for rows in order.split(micro_batch_size):
         layout = lay_out(prompts, responses, rows, model.device)
         values, entropy = response_log_probs(
-            model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, with_entropy=True
+            model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
         )
         assert entropy is not None
         mask = layout.response_mask.cpu()

@@ -5,11 +5,15 @@ of P tokens is scored by the logits at positions P-1 … P+R-2; the first token 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from ..batch import Ragged
+
+EntropyUse = Literal["none", "value", "gradient"]
+"""Whether entropy is computed, and whether the graph keeps what its gradient needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ def lay_out(prompts: Ragged, responses: Ragged, rows: torch.Tensor, device: torc
 
 
 def response_log_probs(
-    model: PreTrainedModel, layout: TokenLayout, *, temperature: float, vocab_limit: int, with_entropy: bool
+    model: PreTrainedModel, layout: TokenLayout, *, temperature: float, vocab_limit: int, entropy_use: EntropyUse
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs `[B, T]` and entropies `[B, T]` (nats) of the response tokens, 0 outside the mask.
 
@@ -65,7 +69,8 @@ def response_log_probs(
     chosen = scored.gather(-1, layout.response_ids[:, :, None]).squeeze(-1)
     log_probs = torch.where(layout.response_mask, chosen - normaliser, 0.0)
     entropy = None
-    if with_entropy:
-        probabilities = torch.exp(scored - normaliser[..., None])
-        entropy = torch.where(layout.response_mask, normaliser - (probabilities * scored).sum(-1), 0.0)
+    if entropy_use != "none":
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_use == "gradient"):
+            probabilities = torch.exp(scored - normaliser[..., None])
+            entropy = torch.where(layout.response_mask, normaliser - (probabilities * scored).sum(-1), 0.0)
     return log_probs, entropy

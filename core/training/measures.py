@@ -33,13 +33,16 @@ def length_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     }
 
 
-def mismatch_metrics(rollouts: Batch, log_probs: Batch) -> dict[str, float]:
-    """Entropy, and how far the inference engine's probabilities are from the training engine's."""
-    sampled, trained = rollouts.ragged("rollout_log_probs"), log_probs.ragged("old_log_probs")
-    entropy = log_probs.ragged("entropy")
-    difference = (sampled.values.double().exp() - trained.values.double().exp()).abs()
+def mismatch(sampled: torch.Tensor, trained: torch.Tensor, entropy: torch.Tensor) -> dict[str, float]:
+    """Entropy, and how far the inference engine's probabilities are from the training engine's.
+
+    All `[N]`, one value a response token: log-probs of both engines, and the training engine's entropies in nats.
+    """
+    if sampled.numel() == 0:
+        return {}
+    difference = (sampled.double().exp() - trained.double().exp()).abs()
     return {
-        "actor/entropy": float(entropy.values.double().mean()),
+        "actor/entropy": float(entropy.double().mean()),
         "training/rollout_probs_diff_mean": float(difference.mean()),
         "training/rollout_probs_diff_max": float(difference.max()),
     }

@@ -37,7 +37,7 @@ def fine_tune(
             group["lr"] = settings.lr * (1.0 - step / settings.steps)
         rows = torch.from_numpy(draws.integers(len(examples), size=settings.batch_size))
         layout = lay_out(prompts, responses, rows, model.device)
-        log_probs, _ = response_log_probs(model, layout, temperature=1.0, vocab_limit=vocab_limit, with_entropy=False)
+        log_probs, _ = response_log_probs(model, layout, temperature=1.0, vocab_limit=vocab_limit, entropy_use="none")
         loss = -log_probs.sum() / layout.response_mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -21,7 +21,7 @@ from moonshift.core.plan import BatchPlan
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.training.engine import Scoring, TorchTrainEngine, forward_log_probs
 from moonshift.core.training.fingerprint import weights_sha256
-from moonshift.core.training.measures import length_metrics, mismatch_metrics
+from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
 from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
@@ -128,10 +128,19 @@ class ModelWorker:
         return metrics | {"rollout/tokens_per_s": metrics["response_length/total"] / seconds}
 
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
-        """Log-probs of the sampled tokens under the policy and, where needed, the reference."""
+        """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
+
+        Where the update is exactly on-policy it takes its own log-probs as the old ones, and the policy's are left out;
+        a KL in the reward is the exception: it is paid before the update.
+        """
         batch = Batch.load(Path(rollouts))
-        scored = self.train_engine.log_probs(batch)
-        columns = {"old_log_probs": scored["log_probs"], "entropy": scored["entropy"]}
+        columns: dict[str, Ragged] = {}
+        metrics: dict[str, float] = {}
+        if not self.plan.on_policy or self.config.algorithm.use_kl_in_reward:
+            scored = self.train_engine.log_probs(batch)
+            old, entropy = scored.ragged("log_probs"), scored.ragged("entropy")
+            columns = {"old_log_probs": old, "entropy": entropy}
+            metrics = mismatch(batch.ragged("rollout_log_probs").values, old.values, entropy.values)
         if self.reference is not None:
             scoring = Scoring(
                 temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit
@@ -139,7 +148,7 @@ class ModelWorker:
             reference = forward_log_probs(self.reference, batch, self.plan.log_prob_micro_batch_size, scoring)
             columns["ref_log_probs"] = reference["log_probs"]
         Batch(columns).save(Path(out))
-        return mismatch_metrics(batch, Batch(columns))
+        return metrics
 
     def advantage(self, stages: Stages, out: str) -> dict[str, float]:
         """Advantages, written with all that the update needs: the redo log of the step."""
