@@ -16,6 +16,8 @@ from moonshift.core.errors import ConfigError, DataError, ModelError, MoonshiftE
 from moonshift.infra.home import home, ledger_url
 from moonshift.infra.offline import apply_quiet_environment
 
+from .termination import Terminated, terminable
+
 app = typer.Typer(
     name="moonshift",
     help="LLM post-training as a nightly workflow that cannot lose work.",
@@ -45,8 +47,14 @@ def clear_errors(debug: bool) -> Iterator[None]:
         typer.echo(f"error: {_without_traceback(str(error))}", err=True)
         raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
     except KeyboardInterrupt as error:
-        typer.echo("interrupted: the run is PREEMPTED; go on with --resume", err=True)
+        typer.echo(f"interrupted. {_GO_ON}", err=True)
         raise typer.Exit(130) from error
+    except Terminated as error:
+        typer.echo(f"stopped by SIGTERM. {_GO_ON}", err=True)
+        raise typer.Exit(143) from error
+
+
+_GO_ON = "What was committed is kept; a run that had begun is PREEMPTED and goes on with --resume."
 
 
 def _without_traceback(message: str) -> str:
@@ -87,9 +95,10 @@ def train(
 
         if summary is not None and not summary.absolute().parent.is_dir():
             raise ConfigError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist.")
-        result = train_run(
-            str(config), tuple(overrides or ()), resume=resume, display="plain" if plain else "live", debug=debug
-        )
+        with terminable():
+            result = train_run(
+                str(config), tuple(overrides or ()), resume=resume, display="plain" if plain else "live", debug=debug
+            )
         if summary is not None:
             from moonshift.infra.files import write_text
 

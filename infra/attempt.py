@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -266,10 +266,12 @@ def _ending(ledger: Ledger, lease: Lease) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        ledger.release(lease, RunState.PAUSED, str(error))
+        with suppress(MoonshiftError):  # the ledger may be on the very disk that is full
+            ledger.release(lease, RunState.PAUSED, str(error))
         raise
     except Exception as error:
-        ledger.release(lease, RunState.FAILED, f"{type(error).__name__}: {error}")
+        with suppress(MoonshiftError):  # the first error is the one to show
+            ledger.release(lease, RunState.FAILED, f"{type(error).__name__}: {error}")
         raise
     except BaseException as error:  # KeyboardInterrupt, SystemExit and Prefect's signal
         ledger.release(lease, RunState.PREEMPTED, type(error).__name__)

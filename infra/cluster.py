@@ -2,12 +2,18 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
 from moonshift.core.errors import ServiceError
+
+from .files import write_text
+from .home import home
 
 
 @contextmanager
@@ -22,24 +28,56 @@ def cluster(start_timeout_s: float) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(int(start_timeout_s)))
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, namespace="moonshift", log_to_driver=False, logging_level=logging.ERROR)
         else:
-            ray.init(
-                include_dashboard=False,
-                namespace="moonshift",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
-            )
+            with _no_cloud_look_up():
+                ray.init(
+                    include_dashboard=False, namespace="moonshift", log_to_driver=False, logging_level=logging.ERROR
+                )
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a local cluster"
         raise ServiceError(f"Ray cannot use {where}: {error}") from error
+    _take_back(handler)
     try:
         yield
     finally:
         ray.shutdown()
+        _take_back(handler)
+
+
+@contextmanager
+def _no_cloud_look_up() -> Iterator[None]:
+    """Ray's head asks three clouds' metadata addresses where it runs, even with usage reports off.
+
+    It does not where it finds its launcher's file in the home folder, so the cluster is started with a home of ours;
+    workers get the user's back (`workers_home`).
+    """
+    folder = home() / "ray"
+    folder.mkdir(exist_ok=True)
+    write_text(folder / "ray_bootstrap_config.yaml", "{}\n")
+    before = os.environ.get("HOME")
+    os.environ["HOME"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HOME"]
+        else:
+            os.environ["HOME"] = before
+
+
+def workers_home() -> dict[str, str]:
+    """The user's own HOME for the workers of a local cluster: see `_no_cloud_look_up`."""
+    return {} if os.environ.get("RAY_ADDRESS") else {"HOME": os.path.expanduser("~")}
+
+
+def _take_back(handler: Any) -> None:
+    """Put the earlier SIGTERM handler back: Ray's own one aborts the process, and Ray's shutdown takes them all off."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def has_gpu() -> bool:

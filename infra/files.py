@@ -3,12 +3,13 @@
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moonshift.core.errors import StorageError
+from moonshift.core.errors import MoonshiftError, StorageError
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space and start again with --resume",
@@ -24,17 +25,35 @@ def storage_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's refusals into a StorageError that says what to do.
 
     Raises:
-        StorageError: naming the path and the remedy; other OSErrors pass through.
+        StorageError: naming the path and the remedy; every other error passes through.
     """
     try:
         yield
-    except OSError as error:
-        if isinstance(error, StorageError) or error.errno not in _ADVICE:
+    except Exception as error:
+        refused = as_storage_error(error, path)
+        if refused is None:
             raise
-        free = shutil.disk_usage(_existing(path)).free
-        raise StorageError(
-            f"Cannot write {error.filename or path}: {_ADVICE[error.errno]} ({free / 2**20:.0f} MiB free there)."
-        ) from error
+        raise refused from error
+
+
+def as_storage_error(error: BaseException, path: Path) -> StorageError | None:
+    """The operating system's refusal to write below `path` as an error that says what to do; None for anything else.
+
+    Libraries written in Rust (safetensors) and SQLite give the reason in their text only.
+    """
+    if isinstance(error, MoonshiftError):
+        return None
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) and error.errno else None
+    if number is None:
+        named = re.search(r"\(os error (\d+)\)", text)
+        full = "database or disk is full" in text
+        number = int(named[1]) if named else errno.ENOSPC if full else None
+    if number not in _ADVICE:
+        return None
+    free = shutil.disk_usage(_existing(path)).free
+    place = getattr(error, "filename", None) or path
+    return StorageError(f"Cannot write {place}: {_ADVICE[number]} ({free / 2**20:.0f} MiB free there).")
 
 
 def _existing(path: Path) -> Path:

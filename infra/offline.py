@@ -71,6 +71,8 @@ def quiet_environment(home: Path) -> dict[str, str]:
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(prefect_home / "ui"),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home / "ray_token"),
+        # whatever its name says: Ray finds its own address without connecting outside, and it is the loopback one
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # the tokenizers' threads and a later fork make a warning at best and a deadlock at worst
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -89,6 +91,8 @@ def completed_environment(home: Path, given: Mapping[str, str]) -> dict[str, str
         if result.get(name) == value:
             del result[name]
     quiet = quiet_environment(home)
+    if result.get("RAY_ADDRESS"):
+        del quiet["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
     if any(result.get(name) for name in _RAY_CHOICES):
         del quiet["RAY_AUTH_MODE"], quiet["RAY_AUTH_TOKEN_PATH"]
     return {**quiet, **result, _HOME_VARIABLE: str(home.absolute())}

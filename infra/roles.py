@@ -14,7 +14,9 @@ from moonshift.core.plan import BatchPlan
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import Prompt
 
-from .cluster import has_gpu
+from .cluster import has_gpu, workers_home
+from .files import as_storage_error
+from .home import home
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker
 
@@ -96,7 +98,11 @@ class Roles:
         gpus = 1 if config.trainer.device != "cpu" and has_gpu() else 0
         text = to_json(config)
         # stateful workers are never restarted behind our back: a fresh one would hold other weights
-        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": _THREADS}}
+        options: dict[str, Any] = {
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": _THREADS | workers_home()},
+        }
         model = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=gpus, **options).remote(text, plan)
         reward = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options).remote(text)
         self.model = ModelHandle(model, role, config)
@@ -128,8 +134,9 @@ def wait(reference: Any, what: str, timeout_s: float) -> Any:
         ) from error
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, MoonshiftError):
-            raise cause from error
+        refused = cause if isinstance(cause, MoonshiftError) else as_storage_error(cause, home())
+        if refused is not None:
+            raise refused from error
         raise StageError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
         raise StageError(f"{what} ended because its worker process died: {error}") from error

@@ -1,0 +1,90 @@
+"""A run that is killed, preempted or out of disk space goes on to the weights of the run that was not."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import QUICKSTART, SMALL, command, environment_of, rows, still_running, train, wait_for_stage
+
+pytestmark = pytest.mark.slow
+MEASURED_BY_THE_CLOCK = "key like 'timing_s/%' or key like 'rollout/%' or key like 'perf/%'"
+
+
+def start(home: Path, server: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("train", str(QUICKSTART), *SMALL, "--plain"),
+        env=environment_of(home, server), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def resume_and_compare(home: Path, server: dict[str, str], unbroken: tuple[Path, Any]) -> None:
+    """Go on with the run; weights, metrics and samples come out as those of the run that was not interrupted."""
+    done, summary = train(home, server, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert summary["attempts"] == 2 and summary["run_id"] == "quickstart-0001"
+    assert summary["weights_sha256"] == unbroken[1]["weights_sha256"]
+    series = f"select key, step, value from metrics_outbox where not ({MEASURED_BY_THE_CLOCK}) order by key, step"
+    assert rows(home, series) == rows(unbroken[0], series)
+    trained = "select epoch, uid, sample_index, step, reward from samples order by step, uid, epoch, sample_index"
+    assert rows(home, trained) == rows(unbroken[0], trained)
+
+
+@pytest.mark.parametrize("stage", ["step-0003/rollout", "step-0004/update"])
+def test_a_killed_run_resumes_to_the_same_weights_and_metrics(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path, stage: str
+) -> None:
+    home = tmp_path / "home"
+    process = start(home, server_home)
+    wait_for_stage(home, stage, process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert still_running(below, 120) == [], "processes outlived their driver"
+    resume_and_compare(home, server_home, unbroken)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_a_preempted_run_and_no_process(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    home = tmp_path / "home"
+    process = start(home, server_home)
+    wait_for_stage(home, "step-0002/score", process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sent)
+    _, shown = process.communicate(timeout=120)
+    assert process.returncode == code, shown
+    assert "--resume" in shown and "Traceback" not in shown
+    assert rows(home, "select state from runs") == [("PREEMPTED",)]
+    assert still_running(below, 60) == [], "processes outlived their driver"
+    resume_and_compare(home, server_home, unbroken)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that has no room for the first checkpoint."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_pauses_the_run_and_it_goes_on_when_mended(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], small_disk: Path
+) -> None:
+    home = small_disk / "home"
+    done, _ = train(home, server_home)
+    assert done.returncode == 1
+    assert "the disk is full" in done.stderr and str(small_disk) in done.stderr and "Traceback" not in done.stderr
+    assert rows(home, "select state from runs") == [("PAUSED",)]
+    assert not list((home / "runs").rglob("*.tmp")), "half-written files stayed"
+    subprocess.run(["mount", "-o", "remount,size=300m", str(small_disk)], check=True)
+    resume_and_compare(home, server_home, unbroken)
