@@ -75,10 +75,14 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+ConfigFile = Annotated[str, typer.Argument(help="The run's YAML file; or key=value where there is no file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value pairs put over the file.")]
+
+
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs put over the file.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name, if there is one.")
     ] = False,
@@ -96,13 +100,74 @@ def train(
         if summary is not None and not summary.absolute().parent.is_dir():
             raise ConfigError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist.")
         with terminable():
-            result = train_run(
-                str(config), tuple(overrides or ()), resume=resume, display="plain" if plain else "live", debug=debug
-            )
+            file, given = _config_and_overrides(config, overrides)
+            result = train_run(str(file or ""), given, resume=resume, display="plain" if plain else "live", debug=debug)
         if summary is not None:
             from moonshift.infra.files import write_text
 
             write_text(summary, json.dumps(result, indent=1) + "\n")
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    gpu_memory: Annotated[float, typer.Option("--gpu-memory", help="Memory of one GPU in GiB.")] = 80.0,
+    debug: Debug = False,
+) -> None:
+    """Show what each GPU will do, check every rule, and estimate memory: nothing is started. Exit 2: not legal."""
+    from rich.console import Console
+
+    with clear_errors(debug):
+        from .config_view import show_translations
+        from .plan_view import as_json as to_json
+        from .plan_view import plan_config, show
+
+        loaded, planned = plan_config(*_config_and_overrides(config, overrides), gpu_memory_gib=gpu_memory)
+        show_translations(loaded.translations, Console(stderr=True))
+        if as_json:
+            typer.echo(to_json(planned))
+        else:
+            show(loaded.config, planned, Console())
+        if planned.faults:
+            if not as_json:
+                lines = "\n".join(f"  - {fault}" for fault in planned.faults)
+                typer.echo(f"error: the batch plan breaks {len(planned.faults)} rule(s):\n{lines}", err=True)
+            raise typer.Exit(2)
+
+
+@app.command("config")
+def show_config(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out what has its default.")] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Add each key's type, unit and meaning.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show every effective value, where it came from and what it overrode; secrets are masked."""
+    from rich.console import Console
+
+    with clear_errors(debug):
+        from moonshift.core.config import load_config
+
+        from .config_view import as_json as to_json
+        from .config_view import show, show_translations
+
+        loaded = load_config(*_config_and_overrides(config, overrides))
+        if as_json:
+            typer.echo(to_json(loaded))
+            return
+        width = None if sys.stdout.isatty() else 200
+        show(loaded, Console(width=width), changed_only=changed, describe=describe)
+        show_translations(loaded.translations, Console(width=width))
+
+
+def _config_and_overrides(config: str, overrides: list[str] | None) -> tuple[Path | None, tuple[str, ...]]:
+    """The file and the overrides; a first argument `key=value` that is no file means that there is no file."""
+    given = tuple(overrides or ())
+    return (None, (config, *given)) if "=" in config and not Path(config).exists() else (Path(config), given)
 
 
 @app.command()

@@ -12,6 +12,8 @@ from moonshift.infra.preflight import prepare
 from moonshift.infra.report import ACCURACY, REWARD, summarize
 from moonshift.infra.services import StandingServer
 
+from .config_view import show_translations
+
 
 def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display: str, debug: bool) -> dict[str, Any]:
     """Run the flow in this process against a standing local server, or the one at PREFECT_API_URL; returns the summary.
@@ -22,7 +24,7 @@ def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display:
     # the message of an error is printed once, by the command line; Prefect would print its traceback too
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO" if debug else "CRITICAL")
     with StandingServer(home()) as server:  # comes up while the preflight runs
-        prepare(config, overrides)
+        show_translations(prepare(config, overrides).loaded.translations, Console(stderr=True))
         os.environ["PREFECT_API_URL"] = server.wait_ready()
         from .post_train import post_train
 

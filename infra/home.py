@@ -14,7 +14,7 @@ def home() -> Path:
     Raises:
         StorageError: when it cannot be made or written.
     """
-    folder = Path(os.environ.get("MOONSHIFT_HOME") or ".moonshift").absolute()
+    folder = home_path()
     with storage_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -23,6 +23,11 @@ def home() -> Path:
     if not os.access(folder, os.W_OK):
         raise StorageError(f"{folder} cannot be written; point MOONSHIFT_HOME at a folder of yours.")
     return folder
+
+
+def home_path() -> Path:
+    """The same folder, whether it is there or not."""
+    return Path(os.environ.get("MOONSHIFT_HOME") or ".moonshift").absolute()
 
 
 def models_folder() -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from moonshift.core.config import LoadedConfig, load_config
 from moonshift.core.config.schema import Config
 from moonshift.core.datasets import load_prompts
-from moonshift.core.errors import DataError
+from moonshift.core.errors import ConfigError, DataError
 from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.rewards import check_reward, load_reward
 from moonshift.core.types import Prompt
@@ -54,8 +54,9 @@ def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
     Raises:
         ConfigError, PlanError, DataError, ModelError, RewardError: each naming file, row or key and what to do.
     """
-    loaded = load_config(Path(config_path), overrides)
+    loaded = load_config(Path(config_path) if config_path else None, overrides)
     config = loaded.config
+    refuse_unsupported(config)
     reward = load_reward(config.reward.function, config.reward.kwargs)
     prompts = _load(config, config.data.train_files)
     validation = _load(config, config.data.val_files)
@@ -70,6 +71,28 @@ def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
     plan = make_plan(config, len(prompts))
     check_reward(reward, [*prompts, *validation])
     return _tokenize(loaded, plan, prompts, validation, examples)
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Refuse what can be planned and configured, but not run by this version.
+
+    Raises:
+        ConfigError: naming every such key.
+    """
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    unsupported = {
+        f"trainer.nnodes × trainer.n_gpus_per_node = {world}; set both to 1": world > 1,
+        f"actor_rollout_ref.rollout.name={rollout.name}; set it to transformers": rollout.name != "transformers",
+        f"actor_rollout_ref.actor.strategy={actor.strategy}; set it to fsdp2": actor.strategy != "fsdp2",
+        "algorithm.adv_estimator=gae; set it to grpo": config.needs_critic,
+    }
+    found = [text for text, applies in unsupported.items() if applies]
+    if found:
+        raise ConfigError(
+            "This version plans it, but trains and generates in one process and cannot run it:\n  - "
+            + "\n  - ".join(found)
+        )
 
 
 def _load(config: Config, files: Sequence[str]) -> list[Prompt]:

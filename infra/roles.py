@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,7 +20,7 @@ from .cluster import has_gpu, workers_home
 from .files import as_storage_error
 from .home import home
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
-from .workers.reward import RewardWorker
+from .workers.reward import RewardWorker, write_scores
 
 
 class Role(StrEnum):
@@ -38,12 +40,16 @@ class _Handle:
         self._start_timeout_s = config.recovery.start_timeout_s
         self._stage_timeout_s = config.recovery.stage_timeout_s
 
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Start a call and go on."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def end(self, reference: Any, method: str, timeout_s: float | None = None) -> Any:
+        """Wait for a call that was begun."""
+        return wait(reference, f"{method} of role {self._role}", timeout_s or self._stage_timeout_s)
+
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        return wait(
-            getattr(self._actor, method).remote(*arguments),
-            f"{method} of role {self._role}",
-            timeout_s or self._stage_timeout_s,
-        )
+        return self.end(self.begin(method, *arguments), method, timeout_s)
 
 
 class ModelHandle(_Handle):
@@ -82,12 +88,24 @@ class ModelHandle(_Handle):
         return self._call("weights_sha256")
 
 
-class RewardHandle(_Handle):
-    """The role reward."""
+class RewardHandle:
+    """The role reward: `reward.num_workers` processes that share the samples of a batch."""
 
-    def score(self, prompts: Sequence[Prompt], rollouts: str, out: str) -> dict[str, list[float]]:
-        """Grade a rollout batch into `out`; returns the scores by component."""
-        return self._call("score", list(prompts), rollouts, out)
+    def __init__(self, actors: list[Any], config: Config) -> None:
+        self._workers = [_Handle(actor, Role.REWARD, config) for actor in actors]
+
+    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> dict[str, list[float]]:
+        """Grade a rollout batch of `num_samples` rows into `out`; returns the scores by component, in row order."""
+        cuts = [round(index * num_samples / len(self._workers)) for index in range(len(self._workers) + 1)]
+        shares = [range(start, stop) for start, stop in pairwise(cuts) if stop > start]
+        started = [
+            (worker, worker.begin("grade", list(prompts), rollouts, share))
+            for worker, share in zip(self._workers, shares, strict=False)
+        ]
+        parts = [worker.end(reference, "grade") for worker, reference in started]
+        graded = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        write_scores(graded, Path(out))
+        return graded
 
 
 class Roles:
@@ -104,10 +122,11 @@ class Roles:
             "runtime_env": {"env_vars": _THREADS | workers_home()},
         }
         model = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=gpus, **options).remote(text, plan)
-        reward = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options).remote(text)
+        graders = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options)
+        rewards = [graders.remote(text) for _ in range(config.reward.num_workers)]
         self.model = ModelHandle(model, role, config)
-        self.reward = RewardHandle(reward, Role.REWARD, config)
-        self._actors = [model, reward]
+        self.reward = RewardHandle(rewards, config)
+        self._actors = [model, *rewards]
 
     def stop(self) -> None:
         """End the workers at once."""

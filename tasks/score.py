@@ -15,7 +15,7 @@ def score(attempt: Attempt, step: int, rollouts: StageRef) -> StageRef:
 
     def work(out: Path) -> StageOutput:
         prompts = [attempt.prepared.train.prompts[row] for _, row in attempt.sampler.indices(step)]
-        graded = attempt.roles.reward.score(prompts, attempt.path(rollouts), str(out))
+        graded = attempt.roles.reward.score(prompts, attempt.path(rollouts), attempt.plan.samples_per_step, str(out))
         metrics = {
             f"reward/{name}/mean": sum(values) / len(values) for name, values in graded.items() if name != "score"
         }

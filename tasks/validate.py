@@ -17,7 +17,8 @@ def validate(attempt: Attempt, step: int) -> StageRef:
         order = validation_order(attempt)
         attempt.roles.model.rollout(order, str(out / "rollout"))
         prompts = attempt.prepared.validation.prompts
-        scores = attempt.roles.reward.score(prompts, str(out / "rollout"), str(out / "score"))["score"]
+        count = len(prompts) * order.params.n
+        scores = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score"))["score"]
         return StageOutput(metrics=_accuracy([prompt.source for prompt in prompts], scores, order.params.n))
 
     return attempt.stage(step, "validate", (), work)

@@ -15,10 +15,25 @@ from .serialize import canonical, to_json, unfold
 PLACEMENT = (
     "run.name",
     "run.id",
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.actor.fsdp_config.*",
+    "actor_rollout_ref.actor.megatron.*",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.use_dynamic_bsz",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.data_parallel_size",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size",
+    "actor_rollout_ref.rollout.expert_parallel_size",
+    "actor_rollout_ref.ref.*",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.use_dynamic_bsz",
+    "critic.ppo_max_token_len_per_gpu",
     "reward.num_workers",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
@@ -37,7 +52,8 @@ LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
 def _is_placement(key: str) -> bool:
-    return key in PLACEMENT or f"{key.partition('.')[0]}.*" in PLACEMENT
+    parts = key.split(".")
+    return key in PLACEMENT or any(".".join(parts[:length]) + ".*" in PLACEMENT for length in range(1, len(parts)))
 
 
 MATHEMATICS = frozenset(info.key for info in all_keys() if not _is_placement(info.key) and info.key not in LENGTH)

@@ -19,6 +19,7 @@ from .paths import located
 from .provenance import Given, Provenance, Source, lay_over, provenance_of
 from .schema import Config
 from .serialize import flatten
+from .translate import Translation, translated
 from .yaml_source import plain, read_value, read_yaml
 
 ENVIRONMENT = "MOONSHIFT__"
@@ -30,6 +31,8 @@ class LoadedConfig:
 
     config: Config
     provenance: dict[str, Provenance]
+    translations: tuple[Translation, ...] = ()
+    """verl's keys that were given, and what became of each"""
 
 
 def load_config(
@@ -54,13 +57,23 @@ def load_config(
         *_from_environment(os.environ if environ is None else environ, faults),
         *_from_code(code or {}, faults),
     ]
-    stacks = lay_over(_known(givens, faults))
+    translations: list[Translation] = []
+    stacks = lay_over(_known(_relocated(translated(givens, faults, translations)), faults))
     config = check_values(stacks, str(path) if path is not None else "config", faults)
     if config is None:
         lines = list(dict.fromkeys(faults))
         raise ConfigError(f"The config has {len(lines)} fault(s):\n  " + "\n  ".join(lines))
     defaults = {info.key: info.default for info in all_keys() if not info.required}
-    return LoadedConfig(config=config, provenance=provenance_of(flatten(config), stacks, defaults))
+    return LoadedConfig(
+        config=config,
+        provenance=provenance_of(flatten(config), stacks, defaults),
+        translations=tuple(translations),
+    )
+
+
+def _relocated(givens: Iterable[Given]) -> Iterator[Given]:
+    """Paths of a key that was verl's are found as ours are; the others were located where they were read."""
+    return (located(given, (Path(),)) for given in givens)
 
 
 def _from_file(path: Path, faults: list[str]) -> Iterator[Given]:

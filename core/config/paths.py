@@ -51,7 +51,7 @@ def _located(value: Any, key: str, folders: Sequence[Path]) -> Any:
         place = start / os.path.expanduser(text)
         if text and _exists(place):
             absolute = os.path.abspath(place) + suffix
-            return Scalar(value=absolute, text=absolute)
+            return Scalar(value=absolute, text=absolute) if isinstance(value, Scalar) else absolute
     return value
 
 

@@ -19,6 +19,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+AdvEstimator = Literal["grpo", "gae"]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k3+"]
 
 
@@ -79,10 +80,30 @@ class OptimSection(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate / lr (cosine)")
 
 
+class FsdpSection(Section):
+    ulysses_sequence_parallel_size: Count = Field(1, description="GPUs that share the tokens of one sequence")
+
+
+class MegatronSection(Section):
+    tensor_model_parallel_size: Count = Field(1, description="GPUs that share each layer in training")
+    pipeline_model_parallel_size: Count = Field(1, description="pipeline stages: groups of layers on their own GPUs")
+    context_parallel_size: Count = Field(1, description="GPUs that share the tokens of one sequence")
+
+
 class ActorSection(Section):
+    strategy: Literal["fsdp2", "megatron"] = Field("fsdp2", description="how training is spread over GPUs")
+    fsdp_config: FsdpSection = FsdpSection()  # pyright: ignore[reportCallIssue]
+    megatron: MegatronSection = MegatronSection()  # pyright: ignore[reportCallIssue]
     ppo_mini_batch_size: Count = Field(64, description="prompts an optimizer step, over all GPUs")
     ppo_micro_batch_size_per_gpu: Count = Field(16, description="sequences a forward and backward pass, each GPU")
+    use_dynamic_bsz: bool = Field(False, description="cut micro-batches by tokens instead of sequences")
+    ppo_max_token_len_per_gpu: Count = Field(
+        16384, description="tokens a pass, each GPU, a hard cap; sequence-parallel GPUs add theirs (use_dynamic_bsz)"
+    )
     ppo_epochs: Count = Field(1, description="passes over the rollouts of a step")
+    drop_last: bool = Field(
+        False, description="leave out what remains of a step after whole mini-batches, instead of a smaller last one"
+    )
     clip_ratio: Positive = Field(0.2, description="PPO clip range, both sides")
     clip_ratio_low: Positive | None = Field(None, description="lower side; none: clip_ratio")
     clip_ratio_high: Positive | None = Field(None, description="upper side; none: clip_ratio")
@@ -107,34 +128,67 @@ class SamplingSection(Section):
 
 
 class RolloutSection(Section):
-    name: Literal["transformers"] = Field("transformers", description="inference engine")
+    name: Literal["transformers", "vllm", "sglang"] = Field("transformers", description="inference engine")
     n: Count = Field(8, description="responses a prompt (the group)")
     temperature: Positive = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass")
     top_k: int = Field(-1, ge=-1, description="most likely tokens kept; -1: all")
     max_num_seqs: Count = Field(1024, description="sequences generated at once, each replica")
-    tensor_model_parallel_size: Count = Field(1, description="GPUs of one replica")
+    tensor_model_parallel_size: Count = Field(1, description="GPUs that share each layer of one replica")
+    data_parallel_size: Count = Field(1, description="copies of the attention layers in one replica")
+    pipeline_model_parallel_size: Count = Field(1, description="pipeline stages of one replica")
+    expert_parallel_size: Count = Field(1, description="GPUs that share the experts; 1, or TP × DP of the replica")
+    max_model_len: Count | None = Field(None, description="tokens of prompt and response; none: the model's own limit")
     log_prob_micro_batch_size_per_gpu: Count = Field(32, description="sequences a forward pass for log-probs, each GPU")
+    log_prob_use_dynamic_bsz: bool | None = Field(None, description="cut those passes by tokens; none: as the actor")
+    log_prob_max_token_len_per_gpu: Count | None = Field(
+        None, description="tokens a forward pass for log-probs, each GPU; none: the actor's"
+    )
     val_kwargs: SamplingSection = SamplingSection()  # pyright: ignore[reportCallIssue]
+
+
+class RefSection(Section):
+    log_prob_micro_batch_size_per_gpu: Count | None = Field(
+        None, description="sequences a forward pass of the reference model, each GPU; none: as the rollout's"
+    )
+    log_prob_use_dynamic_bsz: bool | None = Field(None, description="cut those passes by tokens; none: as the rollout")
+    log_prob_max_token_len_per_gpu: Count | None = Field(
+        None, description="tokens a forward pass of the reference model, each GPU; none: the rollout's"
+    )
 
 
 class ActorRolloutRefSection(Section):
     model: ModelSection
     actor: ActorSection = ActorSection()  # pyright: ignore[reportCallIssue]
     rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+    ref: RefSection = RefSection()  # pyright: ignore[reportCallIssue]
+
+
+class CriticSection(Section):
+    """The value model of `algorithm.adv_estimator=gae`; it is not built otherwise."""
+
+    ppo_mini_batch_size: Count | None = Field(None, description="prompts an optimizer step; none: the actor's")
+    ppo_micro_batch_size_per_gpu: Count | None = Field(
+        None, description="sequences a forward and backward pass, each GPU; none: the actor's"
+    )
+    use_dynamic_bsz: bool | None = Field(None, description="cut micro-batches by tokens; none: as the actor")
+    ppo_max_token_len_per_gpu: Count | None = Field(None, description="tokens a pass, each GPU; none: the actor's")
+    ppo_epochs: Count | None = Field(None, description="passes over the rollouts of a step; none: the actor's")
 
 
 class KlCtrlSection(Section):
-    type: Literal["fixed"] = Field("fixed", description="kind of controller")
     kl_coef: NonNegative = Field(0.001, description="weight of the KL in the reward")
 
 
 class AlgorithmSection(Section):
-    adv_estimator: Literal["grpo"] = Field("grpo", description="advantage estimator")
+    adv_estimator: AdvEstimator = Field("grpo", description="advantage estimator")
     norm_adv_by_std_in_grpo: bool = Field(True, description="false: Dr.GRPO, the mean is taken off and no more")
     use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
     kl_penalty: KlKind = Field("kl", description="KL estimator in the reward")
     kl_ctrl: KlCtrlSection = KlCtrlSection()  # pyright: ignore[reportCallIssue]
+    mask_truncated: bool = Field(
+        False, description="leave samples that the length limit cut off out of the loss; they count in the group's mean"
+    )
 
 
 class RewardSection(Section):
@@ -189,6 +243,7 @@ class Config(Section):
     run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
     data: DataSection
     actor_rollout_ref: ActorRolloutRefSection
+    critic: CriticSection = CriticSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     reward: RewardSection = RewardSection()  # pyright: ignore[reportCallIssue]
     warm_start: WarmStartSection = WarmStartSection()  # pyright: ignore[reportCallIssue]
@@ -201,3 +256,13 @@ class Config(Section):
     def needs_reference(self) -> bool:
         """A reference model is held only where the loss or the reward needs one."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        """A value model is built only where the advantage estimator reads one."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the estimator compares the responses to one prompt."""
+        return self.algorithm.adv_estimator == "grpo"

@@ -49,9 +49,16 @@ def compute_advantages(stages: Stages, config: Config) -> tuple[Batch, dict[str,
     metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
     solved = torch.zeros(int(groups.max()) + 1).index_reduce(0, groups, advantages.abs().sum(1), "amax")
     metrics["training/groups_without_signal"] = float((solved == 0).float().mean())
+    trained = mask & ~_cut_off(batch)[:, None] if config.algorithm.mask_truncated else mask
+    metrics["training/masked_samples"] = float((mask.any(1) & ~trained.any(1)).sum())
     kept = ["prompt_ids", "response_ids", "old_log_probs" if "old_log_probs" in batch.names else "rollout_log_probs"]
     kept += ["ref_log_probs"] if "ref_log_probs" in batch.names else []
     redo = batch.select(kept).with_columns(
-        {"advantages": Ragged.from_padded(advantages, mask), "loss_mask": Ragged.from_padded(mask, mask)}
+        {"advantages": Ragged.from_padded(advantages, mask), "loss_mask": Ragged.from_padded(trained, mask)}
     )
     return redo, metrics
+
+
+def _cut_off(batch: Batch) -> torch.Tensor:
+    """`[B]` bool: the engine stopped at the length limit, by its own finish reason and never by a length (case G05)."""
+    return torch.tensor([reason == "length" for reason in batch.rows("finish_reason")], dtype=torch.bool)

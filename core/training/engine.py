@@ -23,6 +23,7 @@ from ..errors import ModelError, NonFiniteError
 from ..plan import BatchPlan
 from .log_probs import TokenLayout, lay_out, response_log_probs
 from .measures import mismatch
+from .micro_batches import micro_batches, sample_lengths
 from .schedule import learning_rate
 
 
@@ -66,7 +67,8 @@ class TorchTrainEngine:
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Batch:
         """`batch` with the ragged float32 columns `log_probs` and `entropy`, one value a response token."""
-        columns = forward_log_probs(self.model, batch, self.plan.log_prob_micro_batch_size, self._scoring())
+        cut = self.plan.log_prob
+        columns = forward_log_probs(self.model, batch, cut.micro_batch_size, self._scoring(), cut.max_tokens)
         return batch.with_columns(columns)
 
     def _scoring(self) -> "Scoring":
@@ -90,17 +92,22 @@ class TorchTrainEngine:
         self.version = step
         metrics = {key: sum(values) / len(values) for key, values in totals.items()}
         for counter in ("actor/skipped_updates", "actor/empty_batches"):
-            metrics[counter] = sum(totals[counter])
+            metrics[counter] = sum(totals.get(counter, []))
+        metrics["training/dropped_samples"] = float(self._left_out(batch))
         return metrics | {"actor/lr": rate, "training/optimizer_steps": float(self.optimizer_steps)}
 
     def _mini_batches(self, batch: Batch) -> Iterator[MiniBatch]:
-        lengths = batch.ragged("response_ids").lengths + batch.ragged("prompt_ids").lengths
+        """The rows of each optimizer step, in order; a smaller last one is normalised by its own counts."""
         masks = batch.ragged("loss_mask")
         before = torch.cat([masks.values.new_zeros(1, dtype=torch.int64), masks.values.long().cumsum(0)])
         trained = before[masks.offsets[1:]] - before[masks.offsets[:-1]]
-        for rows in torch.arange(len(batch)).split(self.plan.samples_per_mini_batch):
-            order = torch.argsort(lengths[rows], stable=True)  # rows of one length together: less padding
-            yield MiniBatch(rows=rows[order], num_tokens=int(trained[rows].sum()), num_sequences=len(rows))
+        for rows in torch.arange(len(batch) - self._left_out(batch)).split(self.plan.actor.samples_per_mini_batch):
+            yield MiniBatch(rows=rows, num_tokens=int(trained[rows].sum()), num_sequences=len(rows))
+
+    def _left_out(self, batch: Batch) -> int:
+        """Samples after the last whole mini-batch, where they are to be left out."""
+        drops = self.config.actor_rollout_ref.actor.drop_last
+        return len(batch) % self.plan.actor.samples_per_mini_batch if drops else 0
 
     def _optimizer_step(self, batch: Batch, mini_batch: MiniBatch) -> dict[str, float]:
         """Gradient accumulation over one mini-batch; no step on an empty batch or a gradient that is not finite."""
@@ -110,7 +117,8 @@ class TorchTrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, float] = {}
         try:
-            for rows in mini_batch.rows.split(self.plan.micro_batch_size):
+            cut = self.plan.actor
+            for rows in micro_batches(mini_batch.rows, sample_lengths(batch), cut.micro_batch_size, cut.max_tokens):
                 for key, value in self._backward(batch, rows, mini_batch).items():
                     earlier = metrics.get(key, 0.0)
                     metrics[key] = max(earlier, value) if key.endswith("_max") else earlier + value
@@ -227,13 +235,14 @@ class Scoring:
 
 @torch.no_grad()
 def forward_log_probs(
-    model: PreTrainedModel, batch: Batch, micro_batch_size: int, scoring: Scoring
+    model: PreTrainedModel, batch: Batch, micro_batch_size: int, scoring: Scoring, max_tokens: int | None = None
 ) -> dict[str, Ragged]:
     """`log_probs` and `entropy` of every response token, ragged float32 on the host."""
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-    order = torch.argsort(prompts.lengths + responses.lengths, stable=True)  # less padding
     parts: list[Batch] = []
-    for rows in order.split(micro_batch_size):
+    order: list[torch.Tensor] = []
+    for rows in micro_batches(torch.arange(len(batch)), sample_lengths(batch), micro_batch_size, max_tokens):
+        order.append(rows)
         layout = lay_out(prompts, responses, rows, model.device)
         values, entropy = response_log_probs(
             model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
@@ -242,5 +251,5 @@ def forward_log_probs(
         mask = layout.response_mask.cpu()
         named = {"log_probs": values, "entropy": entropy}
         parts.append(Batch({name: Ragged.from_padded(tensor.cpu(), mask) for name, tensor in named.items()}))
-    whole = Batch.concat(parts).reorder(torch.argsort(order))
+    whole = Batch.concat(parts).reorder(torch.argsort(torch.cat(order)))
     return {name: whole.ragged(name) for name in ("log_probs", "entropy")}

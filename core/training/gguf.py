@@ -3,7 +3,6 @@
 Invariant: the folder is dense float32 and says nothing of quantisation; tokenizer and chat template are the file's own.
 """
 
-import importlib.metadata
 import importlib.util
 import struct
 from pathlib import Path
@@ -19,8 +18,8 @@ from transformers import (
 )
 
 from ..errors import ModelError
+from .packages import INSTALL
 
-INSTALL = "pip install 'moonshift[examples]'"
 # what transformers and gguf raise for a file that is cut short, of an unknown architecture or not a GGUF file
 GGUF_FAULTS = (
     OSError,
@@ -33,25 +32,6 @@ GGUF_FAULTS = (
     EOFError,
     struct.error,
 )
-
-
-def packaged_gguf(package: str) -> Path:
-    """The one GGUF file that an installed Python package holds.
-
-    Raises ModelError when the package is missing or does not hold exactly one.
-    """
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ModelError(
-            f"model.path is package:{package}, but the package {package} is not installed; {INSTALL}, or name another "
-            "model."
-        ) from error
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    present = [file for file in found if file.is_file()]
-    if len(present) != 1:
-        raise ModelError(f"The package {package} holds {len(present)} .gguf files; name the file itself in model.path.")
-    return present[0]
 
 
 def check_gguf(source: Path) -> None:

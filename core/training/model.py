@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from ..errors import ModelError
-from .char_llama import build_char_llama, read_settings
-from .gguf import convert_gguf, packaged_gguf
+from .char_llama import build_char_llama
+from .char_llama_settings import read_settings
+from .gguf import convert_gguf
 from .model_folder import (
     LOAD_FAULTS,
     MODEL_FILES,
@@ -37,6 +38,7 @@ from .model_folder import (
     refuse_code,
     weight_files,
 )
+from .packages import packaged_gguf
 
 CHAR_LLAMA = "builtin:char-llama"
 PACKAGE = "package:"

@@ -145,7 +145,9 @@ class ModelWorker:
             scoring = Scoring(
                 temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit
             )
-            reference = forward_log_probs(self.reference, batch, self.plan.log_prob_micro_batch_size, scoring)
+            cut = self.plan.reference
+            assert cut is not None
+            reference = forward_log_probs(self.reference, batch, cut.micro_batch_size, scoring, cut.max_tokens)
             columns["ref_log_probs"] = reference["log_probs"]
         Batch(columns).save(Path(out))
         return metrics

@@ -1,4 +1,4 @@
-"""The worker that grades responses with the user's reward function."""
+"""The workers that grade responses with the user's reward function."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 from moonshift.core.batch import Batch
 from moonshift.core.config import config_from_json
+from moonshift.core.errors import RewardError
 from moonshift.core.rewards import load_reward, score_sample
 from moonshift.core.types import Prompt, Sample
 
@@ -17,15 +18,13 @@ class RewardWorker:
         reward = config_from_json(config_json).reward
         self.reward = load_reward(reward.function, reward.kwargs)
 
-    def score(self, prompts: list[Prompt], rollouts: str, out: str) -> dict[str, list[float]]:
-        """Grade every response of a rollout batch; `prompts[g]` is the prompt of group g.
-
-        Writes the dense columns `score` and `score/<component>`, `[B]` float32, to `out` and returns them.
+    def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> dict[str, list[float]]:
+        """Scores by component of the given rows of a rollout batch; `prompts[g]` is the prompt of group g.
 
         Raises:
             RewardError: when the function raises or returns what is not a reward, naming the sample.
         """
-        batch = Batch.load(Path(rollouts))
+        batch = Batch.load(Path(rollouts)).reorder(torch.arange(rows.start, rows.stop))
         graded: dict[str, list[float]] = {}
         for group, response, reason, length in zip(
             batch.rows("group"),
@@ -35,11 +34,22 @@ class RewardWorker:
             strict=True,
         ):
             sample = Sample(prompt=prompts[group], response=response, finish_reason=reason, response_tokens=length)
-            for name, value in score_sample(self.reward, sample).items():
+            scores = score_sample(self.reward, sample)
+            if graded and scores.keys() != graded.keys():
+                raise RewardError(
+                    f"The reward returned the components {sorted(scores)} on {sample.prompt.uid} and "
+                    f"{sorted(graded)} before; return the same keys for every sample."
+                )
+            for name, value in scores.items():
                 graded.setdefault(name, []).append(value)
-        columns = {
+        return graded
+
+
+def write_scores(graded: dict[str, list[float]], out: Path) -> None:
+    """Write the dense columns `score` and `score/<component>`, `[B]` float32, to `out`."""
+    Batch(
+        {
             "score" if name == "score" else f"score/{name}": torch.tensor(values, dtype=torch.float32)
             for name, values in graded.items()
         }
-        Batch(columns).save(Path(out))
-        return graded
+    ).save(out)

@@ -1,15 +1,19 @@
 """The training engine: what an update depends on, and what it does not."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
 from moonshift.core.config import load_config
 from moonshift.core.config.schema import Config
 from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.training.engine import TorchTrainEngine
+from moonshift.core.training.log_probs import lay_out, response_log_probs
 from moonshift.core.training.model import load_model
 
 PROMPTS, RESPONSES = 4, 4
@@ -74,7 +78,7 @@ def test_an_update_does_not_depend_on_the_cut_into_micro_batches(
     batch = batch.rename({"rollout_log_probs": "old_log_probs"})
     actor = "actor_rollout_ref.actor"
     ended = []
-    for size in (16, 5, 1):
+    for size in (16, 8, 1):
         trained = engine(
             char_llama, tmp_path,
             f"{actor}.ppo_micro_batch_size_per_gpu={size}", f"{actor}.loss_agg_mode={mode}",
@@ -129,3 +133,75 @@ def test_a_gradient_that_is_not_finite_changes_nothing(char_llama: Path, tmp_pat
     metrics = trained.update(batch.with_columns({"advantages": Ragged.from_list(broken, torch.float32)}), 1)
     assert metrics["actor/skipped_updates"] == 1 and trained.optimizer_steps == 0
     assert torch.equal(weights(trained), before)
+
+
+def test_a_token_budget_gives_the_update_of_a_fixed_cut(char_llama: Path, tmp_path: Path, batch: Batch) -> None:
+    plain, packed = engine(char_llama, tmp_path), engine(
+        char_llama, tmp_path, "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24", "data.max_prompt_length=12",
+        "data.max_response_length=12",
+    )  # fmt: skip
+    assert packed.plan.actor.max_tokens == 24
+    expected, found = plain.update(batch, 1), packed.update(batch, 1)
+    torch.testing.assert_close(weights(packed), weights(plain), atol=2e-5, rtol=0)
+    assert found["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-4)
+    first, second = (one.log_probs(batch).ragged("log_probs").values for one in (plain, packed))
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
+
+
+@pytest.mark.case("B05")
+@pytest.mark.parametrize(("drop_last", "steps", "dropped"), [(False, 3, 0), (True, 2, 2)])
+def test_a_partial_mini_batch_is_normalised_by_its_own_counts(
+    char_llama: Path, tmp_path: Path, drop_last: bool, steps: int, dropped: int
+) -> None:
+    """10 samples of one token with advantage -1 in mini-batches of 4: the loss of a token is 1 in each step."""
+    ids = Ragged.from_list([[3]] * 10, torch.int64)
+    ones = Ragged.from_list([[1.0]] * 10, torch.float32)
+    batch = Batch(
+        {
+            "prompt_ids": ids,
+            "response_ids": ids,
+            "loss_mask": Ragged.from_list([[True]] * 10, torch.bool),
+            "advantages": Ragged.from_list([[-1.0]] * 10, torch.float32),
+            "rollout_log_probs": ones,
+        }
+    )
+    trained = engine(
+        char_llama, tmp_path, f"actor_rollout_ref.actor.drop_last={str(drop_last).lower()}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    )  # fmt: skip
+    metrics = trained.update(batch, 1)
+    assert trained.optimizer_steps == steps
+    assert metrics["training/dropped_samples"] == dropped
+    assert metrics["actor/pg_loss"] == pytest.approx(1.0)  # the mean over the steps: 1 in each
+
+
+@pytest.mark.case("B02")
+@pytest.mark.parametrize("size", [4, 2, 1])
+def test_gradient_accumulation_divides_once(char_llama: Path, tmp_path: Path, batch: Batch, size: int) -> None:
+    """The norm of the gradient does not shrink with the number of passes."""
+    rows = batch.reorder(torch.arange(4))
+    one, many = engine(char_llama, tmp_path), engine(
+        char_llama, tmp_path, f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
+    )  # fmt: skip
+    assert many.update(rows, 1)["actor/grad_norm"] == pytest.approx(one.update(rows, 1)["actor/grad_norm"], rel=1e-4)
+
+
+class _FixedLogits(torch.nn.Module):
+    """A model whose logits are the same everywhere."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.row = torch.tensor(logits)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
+        return SimpleNamespace(logits=self.row.expand(len(input_ids), logits_to_keep, -1))
+
+
+@pytest.mark.case("G08")
+def test_the_temperature_divides_the_logits_and_not_the_log_probs() -> None:
+    ids = (Ragged.from_list([[1]], torch.int64), Ragged.from_list([[0]], torch.int64))
+    layout = lay_out(*ids, torch.arange(1), torch.device("cpu"))
+    model = cast(PreTrainedModel, _FixedLogits([2.0, 1.0, 0.0]))
+    found, _ = response_log_probs(model, layout, temperature=0.6, vocab_limit=3, entropy_use="none")
+    assert float(found) == pytest.approx(-0.202573, abs=1e-5)

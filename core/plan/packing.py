@@ -1,0 +1,132 @@
+"""Dynamic batching: samples into micro-batches under a hard cap of tokens, and over DP ranks in equal shares.
+
+Invariants: no micro-batch exceeds the cap, every sample is in exactly one, and the result depends on the lengths alone.
+Unlike verl's, where the number of micro-batches comes from tokens and their filling from an estimate of work, so that a
+micro-batch may exceed the budget, the cap holds by construction.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from ..errors import PlanError
+
+_REFINEMENTS = 200
+"""Exchanges between the heaviest and the lightest rank at the most; a handful is usual."""
+
+
+def pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """Indices of `lengths` (tokens) in micro-batches of at most `cap` tokens each, few of them.
+
+    Best fit, longest first: at most about 11/9 of the fewest possible (Johnson 1974). Rows in a micro-batch are
+    in ascending order, micro-batches by their first row.
+
+    Raises:
+        PlanError: when a sample is longer than the cap, naming it.
+    """
+    _refuse_overlong(lengths, cap)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted: the fullest that still fits is found by bisection
+    for index in order:
+        place = bisect_left(room, (lengths[index], -1))
+        if place == len(room):
+            left, chosen = cap, len(bins)
+            bins.append([])
+        else:
+            left, chosen = room.pop(place)
+        bins[chosen].append(index)
+        insort(room, (left - lengths[index], chosen))
+    return sorted((sorted(chosen) for chosen in bins), key=lambda chosen: chosen[0])
+
+
+def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of `lengths` (tokens) for each DP rank, so that the ranks' sums are nearly equal; counts may differ.
+
+    Longest first to the lightest rank (Graham 1969), then swaps between the heaviest and the lightest rank while they
+    close the gap. Rows of a rank are in ascending order.
+
+    Raises:
+        PlanError: when there are fewer samples than ranks, since a rank without samples would wait for ever.
+    """
+    if len(lengths) < ranks:
+        raise PlanError(f"{len(lengths)} samples cannot be shared by {ranks} DP ranks; every rank needs at least one.")
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        load, count, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + lengths[index], count + 1, rank))
+    sums = [sum(lengths[index] for index in share) for share in shares]
+    _refine(lengths, shares, sums)
+    return [sorted(share) for share in shares]
+
+
+def _refine(lengths: Sequence[int], shares: list[list[int]], sums: list[int]) -> None:
+    """Exchange or move one sample between the heaviest rank and a lighter one, the lightest first, while it helps."""
+    for _ in range(_REFINEMENTS):
+        heavy = max(range(len(sums)), key=lambda rank: (sums[rank], -rank))
+        lighter = sorted((rank for rank in range(len(sums)) if rank != heavy), key=lambda rank: (sums[rank], rank))
+        found = (
+            (rank, _best_exchange(lengths, shares[heavy], shares[rank], sums[heavy] - sums[rank])) for rank in lighter
+        )
+        light, change = next((pair for pair in found if pair[1] is not None), (heavy, None))
+        if change is None:
+            return
+        given, taken = change
+        shares[heavy].remove(given)
+        shares[light].append(given)
+        shift = lengths[given]
+        if taken is not None:
+            shares[light].remove(taken)
+            shares[heavy].append(taken)
+            shift -= lengths[taken]
+        sums[heavy] -= shift
+        sums[light] += shift
+
+
+def _best_exchange(
+    lengths: Sequence[int], heavy: list[int], light: list[int], gap: int
+) -> tuple[int, int | None] | None:
+    """What to give (and to take) so that the shift is nearest to half the gap; None where nothing lowers the heavy."""
+    others = sorted((lengths[index], index) for index in light)
+    best: tuple[int, int, int | None] | None = None
+    for given in heavy:
+        wanted = lengths[given] - gap // 2  # the length that would close the gap if taken back
+        place = bisect_left(others, (wanted, -1))
+        near = others[max(0, place - 1) : place + 1]
+        candidates: list[tuple[int, int | None]] = [(size, index) for size, index in near]
+        if len(heavy) > 1:
+            candidates.append((0, None))
+        for size, taken in candidates:
+            shift = lengths[given] - size
+            if 0 < shift < gap and (best is None or abs(2 * shift - gap) < best[0]):
+                best = (abs(2 * shift - gap), given, taken)
+    return None if best is None else best[1:]
+
+
+def cut_sorted(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """Indices in micro-batches whose *padded* size (rows × longest) is at most `cap` tokens: for a padded layout.
+
+    Rows of similar length stand together, shortest first, so that little is padding.
+
+    Raises:
+        PlanError: when a sample is longer than the cap, naming it.
+    """
+    _refuse_overlong(lengths, cap)
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
+        if bins and (len(bins[-1]) + 1) * lengths[index] <= cap:
+            bins[-1].append(index)
+        else:
+            bins.append([index])
+    return bins
+
+
+def _refuse_overlong(lengths: Sequence[int], cap: int) -> None:
+    for index, length in enumerate(lengths):
+        if length > cap:
+            raise PlanError(
+                f"Sample {index} has {length} tokens, more than the budget of {cap} a micro-batch; raise "
+                "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu), or lower data.max_response_length."
+            )
