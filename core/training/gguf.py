@@ -5,6 +5,8 @@ Invariant: the folder is dense float32 and says nothing of quantisation; tokeniz
 
 import importlib.util
 import struct
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,16 @@ def convert_gguf(source: Path, out: Path) -> None:
     """
     check_gguf(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
+        # a bar of its own, which transformers' switch for bars does not reach, would run over the caller's display
+        with redirect_stderr(StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.parent,
+                gguf_file=source.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
         model, report = loaded
     except GGUF_FAULTS as error:
         raise ModelError(f"Cannot convert {source}: {error}. Is the file whole, and its architecture known?") from error
