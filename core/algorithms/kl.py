@@ -1,20 +1,28 @@
-"""KL estimators: how far the policy has moved from the reference, token by token, from the sampled tokens alone.
+"""KL: how far the policy has moved from the reference, token by token, and how much that costs.
 
-The value is added to a loss, or subtracted from a reward: it estimates KL(policy || reference) for tokens that the
-policy sampled. `B` is the number of sequences, `T` the padded response width in tokens.
+The value is added to a loss, or subtracted from a reward. The estimators see the sampled tokens alone and estimate
+KL(policy || reference); `full_kl` computes it from both distributions. The controllers hold its weight in the reward.
+`B` is the number of sequences, `T` the padded response width in tokens, `V` the size of the vocabulary.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from .checks import check_finite, check_number, check_shapes, check_tokens, lookup
+from ..errors import ConfigError
+from .checks import NonFiniteInputError, check_finite, check_number, check_shapes, check_tokens, lookup
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
+_MAX_KL_ERROR = 0.2
+_LEAST_KL_FACTOR = 0.5
+_MAX_SUM_ERROR = 0.05  # log-probs of a bfloat16 softmax sum to 1 within a per cent or two
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, response_mask: Tensor | None = None) -> Tensor:
@@ -92,6 +100,148 @@ def apply_kl_in_reward(
     kl = estimator(old_log_probs.detach().masked_fill(outside, 0.0), ref_log_probs.detach().masked_fill(outside, 0.0))
     mean_kl = kl.sum(dtype=torch.float64) / response_mask.sum().clamp(min=1)
     return token_rewards.detach() - (kl_coef * kl).to(token_rewards.dtype), mean_kl
+
+
+def full_kl(log_probs: Tensor, ref_log_probs: Tensor, *, response_mask: Tensor | None = None) -> Tensor:
+    """The KL divergence itself at each token, `Σ_v p_v (log p_v - log q_v)`, over the whole vocabulary.
+
+    It has no sampling noise, and as a loss its gradient is the true one, at the price of both distributions in memory.
+    A token of probability 0 (log-prob -inf) adds 0.
+
+    Example: probabilities 0.5, 0.5 against 0.25, 0.75 give 0.143841 nats.
+
+    Args:
+        log_probs: `[B, T, V]`, float32 or float64, in nats, normalised over V; a gradient flows to it.
+        ref_log_probs: `[B, T, V]` of the reference; no gradient flows to it.
+        response_mask: `[B, T]` bool; what lies outside is never read, and is 0 in the result and in the gradient.
+            None means that every token counts.
+
+    Returns:
+        `[B, T]`, in nats, >= 0 up to rounding.
+
+    Raises:
+        ValueError: wrong shape, type or device; logits in place of log-probs: their probabilities do not sum to 1.
+        NonFiniteInputError: a log-prob that counts is NaN or +inf, or the reference is -inf where the policy is not.
+    """
+    if log_probs.dim() != 3 or ref_log_probs.shape != log_probs.shape:
+        raise ValueError(
+            f"log_probs has the shape {list(log_probs.shape)} and ref_log_probs {list(ref_log_probs.shape)}; both must "
+            "be the same [B, T, V]."
+        )
+    mask = torch.ones_like(log_probs[..., 0], dtype=torch.bool) if response_mask is None else response_mask
+    check_shapes(mask, log_probs=log_probs[..., 0], ref_log_probs=ref_log_probs[..., 0])
+    possible = mask[..., None] & (log_probs != -torch.inf)
+    _check_distribution(mask, possible, "log_probs", log_probs.detach())
+    _check_distribution(mask, possible, "ref_log_probs", ref_log_probs.detach())
+    # Filled before the arithmetic: the derivative at -inf, or at a NaN outside the mask, would be NaN even times 0.
+    policy = log_probs.masked_fill(~possible, 0.0)
+    terms = policy.exp() * (policy - ref_log_probs.detach().masked_fill(~possible, 0.0))
+    return terms.masked_fill(~possible, 0.0).sum(dim=2)
+
+
+def _check_distribution(mask: Tensor, possible: Tensor, name: str, log_probs: Tensor) -> None:
+    wrong = possible & ~torch.isfinite(log_probs)
+    check_finite(mask, **{name: log_probs.masked_fill(~wrong, 0.0).sum(dim=2)})  # not finite where one of V is not
+    total = log_probs.logsumexp(dim=2).masked_fill(~mask, 0.0)
+    bad = ~(total.abs() <= _MAX_SUM_ERROR)
+    if bool(bad.any()):
+        row, token = (int(index) for index in bad.nonzero()[0])
+        raise ValueError(
+            f"{name} at row {row}, token {token} has the log-sum-exp {float(total[row, token]):g}; it must be 0: "
+            "hand in log-probs (log_softmax of the logits)."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedKlController:
+    """A weight of the KL in the reward that stays what it is.
+
+    Raises:
+        ConfigError: `value` is negative or not finite.
+    """
+
+    value: float
+    """Reward per nat, >= 0."""
+
+    def __post_init__(self) -> None:
+        check_number("value", self.value)
+
+    def updated(self, observed_kl: float, num_samples: int) -> Self:
+        """The same controller: nothing that is observed changes it."""
+        return self
+
+    def state(self) -> dict[str, float]:
+        """What `from_state` needs, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, float]) -> Self:
+        """The controller whose `state()` this was; raises ConfigError unless it has exactly those keys."""
+        return cls(**_checked_state(cls, state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveKlController:
+    """A weight that grows while the KL is above its target and shrinks below it (arXiv 1909.08593, §2.2).
+
+    After each step `value ← value · (1 + e · num_samples / horizon)` with `e = clip(observed / target - 1, ±0.2)`. The
+    factor is at least 0.5, or a horizon shorter than a step could make the penalty 0 for good, or a reward. The value
+    is state: it belongs into the checkpoint.
+
+    Example: value 0.1, target 6 nats, horizon 10,000: a step of 500 samples at 12 nats gives 0.1 · 1.01 = 0.101.
+
+    Raises:
+        ConfigError: `value` is negative, `target` or `horizon` not > 0, or one of them not finite.
+    """
+
+    value: float
+    """Reward per nat, >= 0."""
+    target: float
+    """Nats, > 0."""
+    horizon: float
+    """Samples, > 0: how many it takes, at the largest error, to change the value by a fifth."""
+
+    def __post_init__(self) -> None:
+        check_number("value", self.value)
+        check_number("target", self.target, more_than=0)
+        check_number("horizon", self.horizon, more_than=0)
+
+    def updated(self, observed_kl: float, num_samples: int) -> Self:
+        """The controller for the next step.
+
+        Args:
+            observed_kl: of this step, in nats, as `apply_kl_in_reward` gives it; may be negative (k1).
+            num_samples: sequences of this step, over all ranks, >= 0.
+
+        Raises:
+            NonFiniteInputError: `observed_kl` is NaN or infinite.
+            ConfigError: `num_samples` is negative.
+        """
+        if not math.isfinite(observed_kl):
+            raise NonFiniteInputError(f"observed_kl is {observed_kl}; it must be a finite number of nats.")
+        check_number("num_samples", num_samples)
+        error = min(max(observed_kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+        factor = max(1 + error * num_samples / self.horizon, _LEAST_KL_FACTOR)
+        return type(self)(value=self.value * factor, target=self.target, horizon=self.horizon)
+
+    def state(self) -> dict[str, float]:
+        """What `from_state` needs, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, float]) -> Self:
+        """The controller whose `state()` this was; raises ConfigError unless it has exactly those keys."""
+        return cls(**_checked_state(cls, state))
+
+
+def _checked_state(controller: type, state: Mapping[str, float]) -> dict[str, float]:
+    names = [field.name for field in fields(controller)]
+    if sorted(state) != sorted(names):
+        raise ConfigError(
+            f"state of the KL controller has {', '.join(sorted(state)) or 'no key'}; {controller.__name__} needs "
+            f"{', '.join(names)}. It was saved by another kind of controller."
+        )
+    return dict(state)
 
 
 def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -19,7 +19,21 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-AdvEstimator = Literal["grpo", "gae"]
+AdvEstimator = Literal[
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+]
+LossMode = Literal[
+    "vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "reinforce"
+]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k3+"]
 
 
@@ -90,6 +104,21 @@ class MegatronSection(Section):
     context_parallel_size: Count = Field(1, description="GPUs that share the tokens of one sequence")
 
 
+class PolicyLossSection(Section):
+    """What is left at none has the default of the loss's paper."""
+
+    loss_mode: LossMode = Field("vanilla", description="policy loss; vanilla is PPO's clip")
+    tau_pos: Positive | None = Field(None, description="sapo: slope of the gate for good tokens; none: 1.0")
+    tau_neg: Positive | None = Field(None, description="sapo: slope of the gate for bad tokens; none: 1.05")
+    clip_cov_ratio: Positive | None = Field(None, description="clip_cov: share of tokens left out; none: 0.0002")
+    clip_cov_lb: float | None = Field(None, description="clip_cov: smallest covariance that may be left out; none: 1")
+    clip_cov_ub: float | None = Field(None, description="clip_cov: largest covariance that may be left out; none: 5")
+    kl_cov_ratio: Positive | None = Field(
+        None, description="kl_cov: share of tokens that pay for their KL; none: 0.0002"
+    )
+    ppo_kl_coef: NonNegative | None = Field(None, description="kl_cov: weight of that payment; none: 1")
+
+
 class ActorSection(Section):
     strategy: Literal["fsdp2", "megatron"] = Field("fsdp2", description="how training is spread over GPUs")
     fsdp_config: FsdpSection = FsdpSection()  # pyright: ignore[reportCallIssue]
@@ -104,10 +133,13 @@ class ActorSection(Section):
     drop_last: bool = Field(
         False, description="leave out what remains of a step after whole mini-batches, instead of a smaller last one"
     )
-    clip_ratio: Positive = Field(0.2, description="PPO clip range, both sides")
+    policy_loss: PolicyLossSection = PolicyLossSection()  # pyright: ignore[reportCallIssue]
+    clip_ratio: Positive | None = Field(None, description="clip range, both sides; none: the loss's own (vanilla: 0.2)")
     clip_ratio_low: Positive | None = Field(None, description="lower side; none: clip_ratio")
     clip_ratio_high: Positive | None = Field(None, description="upper side; none: clip_ratio")
-    clip_ratio_c: Annotated[float, Field(gt=1)] = Field(3.0, description="dual-clip bound for negative advantages")
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="dual-clip bound for negative advantages; none: the loss's own (vanilla: 3)"
+    )
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     loss_scale_factor: Positive | None = Field(
         None, description="divisor of seq-mean-token-sum-norm; none: data.max_response_length"
@@ -164,6 +196,14 @@ class ActorRolloutRefSection(Section):
     ref: RefSection = RefSection()  # pyright: ignore[reportCallIssue]
 
 
+class CriticModelSection(Section):
+    path: str | None = Field(None, description="model under the value head; none: the initial policy")
+
+
+class CriticOptimSection(OptimSection):
+    lr: Positive = Field(1e-5, description="learning rate")
+
+
 class CriticSection(Section):
     """The value model of `algorithm.adv_estimator=gae`; it is not built otherwise."""
 
@@ -174,21 +214,75 @@ class CriticSection(Section):
     use_dynamic_bsz: bool | None = Field(None, description="cut micro-batches by tokens; none: as the actor")
     ppo_max_token_len_per_gpu: Count | None = Field(None, description="tokens a pass, each GPU; none: the actor's")
     ppo_epochs: Count | None = Field(None, description="passes over the rollouts of a step; none: the actor's")
+    model: CriticModelSection = CriticModelSection()  # pyright: ignore[reportCallIssue]
+    optim: CriticOptimSection = CriticOptimSection()  # pyright: ignore[reportCallIssue]
+    cliprange_value: NonNegative = Field(0.5, description="how far a value may move in a step, in units of reward")
+    grad_clip: Positive = Field(1.0, description="largest norm of the critic's gradient")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
 
 
 class KlCtrlSection(Section):
-    kl_coef: NonNegative = Field(0.001, description="weight of the KL in the reward")
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive: kl_coef follows the KL to target_kl")
+    kl_coef: NonNegative = Field(0.001, description="weight of the KL in the reward; adaptive: the first one")
+    horizon: Positive = Field(10000.0, description="adaptive: samples in which the weight may change by a fifth")
+    target_kl: Positive = Field(0.1, description="adaptive: KL aimed at, nats")
+
+
+class RolloutCorrectionSection(Section):
+    """For the gap between the engine that samples and the one that trains; the metrics are always on."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="importance weights by token or by sequence; none: no weights"
+    )
+    rollout_is_threshold: str = Field("2.0", description="cap of a weight; lo_hi: weights outside are 0 (IcePop)")
+    rollout_is_batch_normalize: bool = Field(False, description="divide the weights by their mean over the batch")
+    rollout_rs: str | None = Field(
+        None,
+        description="rejections, by commas: token_k1 … token_k3, seq_sum_k1 …, seq_mean_k1 …, seq_max_k2, seq_max_k3",
+    )
+    rollout_rs_threshold: str | None = Field(
+        None, description="one for all or one each: ratio bounds lo_hi for k1, upper bound in nats for k2 and k3"
+    )
+    denominator: Literal["all", "kept"] = Field(
+        "all", description="whether rejected tokens count in the mean of the loss: kept keeps the size of a step"
+    )
+    bypass_mode: bool = Field(
+        False, description="two policies: take the rollout's log-probs as the old ones and compute none"
+    )
+
+
+class FilterGroupsSection(Section):
+    enable: bool = Field(False, description="DAPO's dynamic sampling: train on groups that tell samples apart only")
+    metric: str = Field("score", description="what must differ within a group: score, or a component of the reward")
+    max_num_gen_batches: Count = Field(
+        4, description="generations a step at the most; a step that finds too few groups trains on fewer"
+    )
 
 
 class AlgorithmSection(Section):
     adv_estimator: AdvEstimator = Field("grpo", description="advantage estimator")
+    gamma: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="discount a token (gae, reinforce_plus_plus)")
+    lam: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="GAE's trade of bias for variance")
+    gdpo_reward_weights: dict[str, Any] = Field(
+        {}, description="gdpo: weight of each component of the reward; empty: all weigh 1"
+    )
     norm_adv_by_std_in_grpo: bool = Field(True, description="false: Dr.GRPO, the mean is taken off and no more")
     use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
     kl_penalty: KlKind = Field("kl", description="KL estimator in the reward")
     kl_ctrl: KlCtrlSection = KlCtrlSection()  # pyright: ignore[reportCallIssue]
+    rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()  # pyright: ignore[reportCallIssue]
+    filter_groups: FilterGroupsSection = FilterGroupsSection()  # pyright: ignore[reportCallIssue]
     mask_truncated: bool = Field(
         False, description="leave samples that the length limit cut off out of the loss; they count in the group's mean"
     )
+
+
+class OverlongBufferSection(Section):
+    """DAPO's soft limit of length (arXiv 2503.14476, eq. 13)."""
+
+    enable: bool = Field(False, description="take the penalty from the score")
+    len: Count = Field(512, description="tokens before data.max_response_length in which the penalty grows")
+    penalty_factor: NonNegative = Field(1.0, description="penalty at the limit, in units of reward")
 
 
 class RewardSection(Section):
@@ -198,6 +292,7 @@ class RewardSection(Section):
     )
     kwargs: dict[str, Any] = Field({}, description="further arguments of the reward function")
     num_workers: Count = Field(1, description="reward processes")
+    overlong_buffer: OverlongBufferSection = OverlongBufferSection()  # pyright: ignore[reportCallIssue]
 
 
 class WarmStartSection(Section):
@@ -216,6 +311,7 @@ class TrainerSection(Section):
     num_threads: Size = Field(0, description="CPU threads of a training process; 0: all cores")
     save_freq: int = Field(-1, ge=-1, description="steps between checkpoints; -1: the last step only")
     test_freq: int = Field(-1, ge=-1, description="steps between validations; -1: the last step only")
+    critic_warmup: Size = Field(0, description="steps in which the critic alone is trained")
     val_before_train: bool = Field(True, description="validate before the first step")
 
 
@@ -265,4 +361,4 @@ class Config(Section):
     @property
     def needs_groups(self) -> bool:
         """Whether the estimator compares the responses to one prompt."""
-        return self.algorithm.adv_estimator == "grpo"
+        return self.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus", "remax")

@@ -212,8 +212,24 @@ ENTRIES: tuple[Entry, ...] = (
         "critic.shuffle",
         "critic.megatron*",
     ),
-    *_ignored("the critic starts from the policy's weights, at its rate", "critic.model*", "critic.optim*"),
-    *_ignored("the policy is trained from the first step on", f"{_TRAINER}.critic_warmup", harmless=(0,)),
+    *_ignored("the critic is read with the policy's tokenizer and settings", "critic.model.tokenizer_path"),
+    *_ignored("set actor_rollout_ref.model.trust_remote_code", "critic.model.trust_remote_code"),
+    *_ignored("the critic has its model's own config", "critic.model.override_config*", harmless=({}, None)),
+    *_ignored(_MEMORY, "critic.model.fsdp_config.*"),
+    *_ignored(
+        "write the weights: algorithm.gdpo_reward_weights={a: 1, b: 1}", "algorithm.gdpo_reward_keys", harmless=(None,)
+    ),
+    Entry(
+        pattern="algorithm.filter_groups.max_inflight_gen_batches",
+        target="algorithm.filter_groups.max_num_gen_batches",
+        reason="renamed",
+    ),
+    *(
+        Entry(pattern=f"{place}overlong_buffer_cfg.{name}", target=f"reward.overlong_buffer.{name}", reason="moved")
+        for place in ("reward_model.", "reward.reward_kwargs.", "reward_model.reward_kwargs.")
+        for name in ("enable", "len", "penalty_factor")
+    ),
+    *_ignored("the metrics of the penalty are always there", "*.overlong_buffer_cfg.log"),
     *_ignored("a critic is built where algorithm.adv_estimator=gae", "critic.enable"),
     *_ignored(
         "a reward model is not offered; rewards are functions",
@@ -230,8 +246,6 @@ ENTRIES: tuple[Entry, ...] = (
         "reward_manager*",
         "sandbox_fusion*",
     ),
-    *_ignored("the weight of the KL stays as it is", "algorithm.kl_ctrl.type", harmless=("fixed",)),
-    *_ignored("settings of a controller that is not used", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     *_ignored("samples are not weighted anew", "algorithm.use_pf_ppo", harmless=(False,)),
     *_ignored("settings of something that is off", "algorithm.pf_ppo*"),
     Entry(pattern=f"{_TRAINER}.project_name", target="tracking.experiment", reason="MLflow's experiment"),

@@ -1,74 +1,55 @@
-"""The one-process training engine: log-probs, policy updates, supervised steps, and its whole state.
+"""The one-process training engine of the policy: log-probs, policy updates.
 
-Invariant: an update depends on the batch, the weights and the optimizer state alone. The gradient does not depend on
-how a mini-batch is cut into micro-batches, because every loss is normalised by counts of the whole mini-batch.
-The engine touches its model through `named_parameters` and the forward call only, so that a sharded model can take its
-place.
+The loss is chosen by name; what it needs over the whole mini-batch (a selection of tokens) is computed before its first
+micro-batch, so that no result depends on the cut.
 """
 
-import math
-from collections.abc import Iterator
+import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..algorithms import POLICY_LOSSES
-from ..algorithms.aggregate import aggregate
-from ..algorithms.kl import kl_penalty
+from ..algorithms import POLICY_LOSSES, RolloutCorrection, aggregate, correction_metrics, kl_penalty, rollout_correction
 from ..batch import Batch, Ragged
 from ..config.schema import Config
-from ..errors import ModelError, NonFiniteError
 from ..plan import BatchPlan
+from .correction import MEASURE_ONLY, bypass_rule
 from .log_probs import TokenLayout, lay_out, response_log_probs
 from .measures import mismatch
 from .micro_batches import micro_batches, sample_lengths
-from .schedule import learning_rate
+from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiniBatch:
-    """The rows of one optimizer step and the counts that its loss is divided by."""
-
-    rows: torch.Tensor
-    """`[M]` int64"""
-    num_tokens: int
-    num_sequences: int
-
-
-class TorchTrainEngine:
+class TorchTrainEngine(MiniBatchTrainer):
     """Trains one causal language model in this process (`TrainEngine`)."""
 
+    kind = "actor"
+
     def __init__(self, model: PreTrainedModel, config: Config, plan: BatchPlan, vocab_limit: int) -> None:
-        self.model = model
+        actor = config.actor_rollout_ref.actor
+        super().__init__(model, plan.actor, actor.optim, grad_clip=actor.grad_clip, steps=plan.steps)
         self.config = config
         self.plan = plan
+        self.policy = model
         self.vocab_limit = vocab_limit
-        self.optimizer_steps = 0
-        self.version = 0
-        self.optimizer = self._new_optimizer()
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        optim = self.config.actor_rollout_ref.actor.optim
-        parameters = [parameter for _, parameter in self.weights()]
-        return torch.optim.AdamW(
-            parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-        )
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters by name, tied ones once, in the model's order."""
-        return self.model.named_parameters()
+        self.drop_last = actor.drop_last
+        self.loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
+        self.agg_mode = self.loss.agg_mode or actor.loss_agg_mode
+        self.bypass = bypass_rule(config)
+        self._options = policy_loss_options(config, self.loss.options)
+        self._selected: Tensor | None = None
+        self._corrections: list[RolloutCorrection] = []
+        self._largest = 0.0
+        """largest difference of probabilities seen in the update"""
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Batch:
         """`batch` with the ragged float32 columns `log_probs` and `entropy`, one value a response token."""
         cut = self.plan.log_prob
-        columns = forward_log_probs(self.model, batch, cut.micro_batch_size, self._scoring(), cut.max_tokens)
+        columns = forward_log_probs(self.policy, batch, cut.micro_batch_size, self._scoring(), cut.max_tokens)
         return batch.with_columns(columns)
 
     def _scoring(self) -> "Scoring":
@@ -78,68 +59,45 @@ class TorchTrainEngine:
         """Take the optimizer steps of training step `step` and raise the policy version to it.
 
         `batch` holds `prompt_ids, response_ids, loss_mask, advantages` (ragged), `old_log_probs` or, where the update
-        is exactly on-policy, `rollout_log_probs` in their place (measured, never trained on), and `ref_log_probs`
-        where the loss has a KL term. Returns metrics under verl's names, averaged over the optimizer steps.
+        is exactly on-policy, `rollout_log_probs` in their place (measured, never trained on), `ref_log_probs` where
+        the loss has a KL term, and `weights` where the rollouts are corrected. Returns metrics under verl's names.
         """
-        rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step, self.plan.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        totals: dict[str, list[float]] = {}
-        for _ in range(self.config.actor_rollout_ref.actor.ppo_epochs):
-            for mini_batch in self._mini_batches(batch):
-                for key, value in self._optimizer_step(batch, mini_batch).items():
-                    totals.setdefault(key, []).append(value)
-        self.version = step
-        metrics = {key: sum(values) / len(values) for key, values in totals.items()}
-        for counter in ("actor/skipped_updates", "actor/empty_batches"):
-            metrics[counter] = sum(totals.get(counter, []))
-        metrics["training/dropped_samples"] = float(self._left_out(batch))
-        return metrics | {"actor/lr": rate, "training/optimizer_steps": float(self.optimizer_steps)}
+        self._corrections, self._largest = [], 0.0
+        metrics = super().update(batch, step)
+        if "old_log_probs" not in batch.names:
+            metrics["training/rollout_probs_diff_max"] = self._largest
+        return (
+            metrics | correction_metrics(self._corrections) | {"training/optimizer_steps": float(self.optimizer_steps)}
+        )
 
-    def _mini_batches(self, batch: Batch) -> Iterator[MiniBatch]:
-        """The rows of each optimizer step, in order; a smaller last one is normalised by its own counts."""
-        masks = batch.ragged("loss_mask")
-        before = torch.cat([masks.values.new_zeros(1, dtype=torch.int64), masks.values.long().cumsum(0)])
-        trained = before[masks.offsets[1:]] - before[masks.offsets[:-1]]
-        for rows in torch.arange(len(batch) - self._left_out(batch)).split(self.plan.actor.samples_per_mini_batch):
-            yield MiniBatch(rows=rows, num_tokens=int(trained[rows].sum()), num_sequences=len(rows))
+    def _accumulate(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+        self._selected = self._select(batch, mini_batch, step)
+        return super()._accumulate(batch, mini_batch, step)
 
-    def _left_out(self, batch: Batch) -> int:
-        """Samples after the last whole mini-batch, where they are to be left out."""
-        drops = self.config.actor_rollout_ref.actor.drop_last
-        return len(batch) % self.plan.actor.samples_per_mini_batch if drops else 0
+    def _select(self, batch: Batch, mini_batch: MiniBatch, step: int) -> Tensor | None:
+        """The tokens that a loss singles out over the whole mini-batch, `[B, T]` bool by the rows of `batch`."""
+        if self.loss.select is None:
+            return None
+        rows = batch.reorder(mini_batch.rows)
+        cut = self.plan.log_prob
+        current = forward_log_probs(self.policy, rows, cut.micro_batch_size, self._scoring(), cut.max_tokens)
+        log_probs, mask = rows.with_columns(current).padded("log_probs")
+        old = rows.padded("old_log_probs")[0] if "old_log_probs" in rows.names else log_probs
+        trained = rows.padded("loss_mask")[0].bool() & mask
+        options = policy_loss_options(self.config, self.loss.select_options)
+        if "seed" in self.loss.select_options:
+            options["seed"] = _selection_seed(self.config.run.seed, step, mini_batch.index)
+        chosen = self.loss.select(log_probs, old, rows.padded("advantages")[0], trained, **options)
+        whole = torch.zeros(len(batch), chosen.shape[1], dtype=torch.bool)
+        whole[mini_batch.rows] = chosen
+        return whole
 
-    def _optimizer_step(self, batch: Batch, mini_batch: MiniBatch) -> dict[str, float]:
-        """Gradient accumulation over one mini-batch; no step on an empty batch or a gradient that is not finite."""
-        skipped = {"actor/skipped_updates": 0.0, "actor/empty_batches": 0.0}
-        if mini_batch.num_tokens == 0:
-            return skipped | {"actor/empty_batches": 1.0}
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, float] = {}
-        try:
-            cut = self.plan.actor
-            for rows in micro_batches(mini_batch.rows, sample_lengths(batch), cut.micro_batch_size, cut.max_tokens):
-                for key, value in self._backward(batch, rows, mini_batch).items():
-                    earlier = metrics.get(key, 0.0)
-                    metrics[key] = max(earlier, value) if key.endswith("_max") else earlier + value
-            norm = float(clip_grad_norm_(self.model.parameters(), self.config.actor_rollout_ref.actor.grad_clip))
-        except NonFiniteError:
-            norm = math.nan
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            return metrics | skipped | {"actor/grad_norm": norm, "actor/skipped_updates": 1.0}
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_steps += 1
-        return metrics | skipped | {"actor/grad_norm": norm}
-
-    def _backward(self, batch: Batch, rows: torch.Tensor, mini_batch: MiniBatch) -> dict[str, float]:
-        """Loss and gradient of one micro-batch, as its share of the mini-batch."""
+    def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         actor = self.config.actor_rollout_ref.actor
         on_policy = "old_log_probs" not in batch.names
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)
         log_probs, entropy = response_log_probs(
-            self.model,
+            self.policy,
             layout,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
             vocab_limit=self.vocab_limit,
@@ -147,82 +105,97 @@ class TorchTrainEngine:
         )
         mask = self._dense(batch, "loss_mask", rows, layout).bool()
         old_log_probs = log_probs.detach() if on_policy else self._dense(batch, "old_log_probs", rows, layout)
-        policy = POLICY_LOSSES["vanilla"](
+        policy = self.loss.compute(
             log_probs,
             old_log_probs,
             self._dense(batch, "advantages", rows, layout),
             mask,
-            clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
+            weights=self._weights(batch, rows, layout, log_probs, mask),
+            **self._options,
+            **self._selection(rows, layout),
         )
-        terms = {"actor/pg_loss": self._mean(policy.token_losses, mask, mini_batch)}
+        terms = {"actor/pg_loss": self._mean(policy.token_losses, mask, mini_batch, self.agg_mode)}
         loss = terms["actor/pg_loss"]
         if entropy is not None and actor.entropy_coeff > 0:
-            terms["actor/entropy_loss"] = self._mean(entropy, mask, mini_batch)
+            terms["actor/entropy_loss"] = self._mean(entropy, mask, mini_batch, actor.loss_agg_mode)
             loss = loss - actor.entropy_coeff * terms["actor/entropy_loss"]
         if actor.use_kl_loss:
             reference = self._dense(batch, "ref_log_probs", rows, layout)
             kl = kl_penalty(log_probs, reference, actor.kl_loss_type, response_mask=mask)
-            terms["actor/kl_loss"] = self._mean(kl, mask, mini_batch)
+            terms["actor/kl_loss"] = self._mean(kl, mask, mini_batch, actor.loss_agg_mode)
             loss = loss + actor.kl_loss_coef * terms["actor/kl_loss"]
         loss.backward()
         terms["actor/loss"] = loss
         metrics = {key: float(value.detach()) for key, value in terms.items()}
         for key, (numerator, _) in policy.metrics.items():
             metrics[key] = float(numerator) / mini_batch.num_tokens
-        if on_policy:
-            assert entropy is not None
+        if on_policy and entropy is not None:
             sampled = self._dense(batch, "rollout_log_probs", rows, layout)
-            found = mismatch(sampled[mask], old_log_probs[mask], entropy[mask].detach())
-            share = int(mask.sum()) / mini_batch.num_tokens
-            metrics |= {key: value if key.endswith("_max") else value * share for key, value in found.items()}
+            metrics |= self._mismatch(sampled, log_probs.detach(), entropy.detach(), mask, mini_batch)
         return metrics
 
-    def _dense(self, batch: Batch, name: str, rows: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        values = batch.select([name]).reorder(rows)
-        return values.padded(name, width=layout.response_ids.shape[1])[0].to(self.device)
+    def _selection(self, rows: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
+        if self._selected is None:
+            return {}
+        return {"selected": self._selected[rows, : layout.response_ids.shape[1]].to(self.device)}
 
-    def _mean(self, losses: torch.Tensor, mask: torch.Tensor, mini_batch: MiniBatch) -> torch.Tensor:
-        actor = self.config.actor_rollout_ref.actor
+    def _weights(
+        self, batch: Batch, rows: Tensor, layout: TokenLayout, log_probs: Tensor, mask: Tensor
+    ) -> Tensor | None:
+        """Importance weights of the rollouts: stored with the batch, or, with two policies, of the current one."""
+        if "weights" in batch.names:
+            return self._dense(batch, "weights", rows, layout)
+        if self.bypass is None:
+            return None
+        sampled = self._dense(batch, "old_log_probs", rows, layout)
+        found = rollout_correction(log_probs.detach(), sampled, mask, self.bypass)
+        self._corrections.append(found)
+        return found.weights
+
+    def _mismatch(
+        self, sampled: Tensor, trained: Tensor, entropy: Tensor, mask: Tensor, mini_batch: MiniBatch
+    ) -> dict[str, float]:
+        """On-policy, the update itself measures what the stage `log_probs` measures otherwise; shares of means."""
+        self._corrections.append(rollout_correction(trained, sampled, mask, MEASURE_ONLY))
+        share = int(mask.sum()) / mini_batch.num_tokens
+        found = mismatch(sampled[mask], trained[mask], entropy[mask])
+        self._largest = max(self._largest, found.pop("training/rollout_probs_diff_max", 0.0))
+        return {key: value * share for key, value in found.items()}
+
+    def _mean(self, losses: Tensor, mask: Tensor, mini_batch: MiniBatch, mode: str) -> Tensor:
         return aggregate(
             losses,
             mask,
-            actor.loss_agg_mode,
+            mode,
             num_tokens=mini_batch.num_tokens,
             num_sequences=mini_batch.num_sequences,
-            scale_factor=actor.loss_scale_factor or float(self.config.data.max_response_length),
+            scale_factor=self.config.actor_rollout_ref.actor.loss_scale_factor
+            or float(self.config.data.max_response_length),
         )
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`."""
-        state: dict[str, torch.Tensor] = {}
-        for name, parameter in self.weights():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{name}.{key}"] = value
-        return state
 
-    def load_optimizer_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Inverse of `optimizer_state`.
+def policy_loss_options(config: Config, names: frozenset[str]) -> dict[str, Any]:
+    """Of the options that a loss takes, those that the config sets; the others keep the loss's own default."""
+    actor = config.actor_rollout_ref.actor
+    given = {
+        "clip_ratio_low": actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+        "tau_pos": actor.policy_loss.tau_pos,
+        "tau_neg": actor.policy_loss.tau_neg,
+        "clip_cov_ratio": actor.policy_loss.clip_cov_ratio,
+        "clip_cov_lb": actor.policy_loss.clip_cov_lb,
+        "clip_cov_ub": actor.policy_loss.clip_cov_ub,
+        "kl_cov_ratio": actor.policy_loss.kl_cov_ratio,
+        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+    }
+    return {name: value for name, value in given.items() if name in names and value is not None}
 
-        Raises:
-            ModelError: when a tensor belongs to no parameter, or some parameters have state and others not.
-        """
-        self.optimizer = self._new_optimizer()
-        remaining = dict(state)
-        for name, parameter in self.weights():
-            moments = {key: remaining.pop(f"{name}.{key}", None) for key in ("step", "exp_avg", "exp_avg_sq")}
-            present = {key: value for key, value in moments.items() if value is not None}
-            if present and len(present) != len(moments):
-                raise ModelError(f"The optimizer state of {name} lacks {sorted(moments.keys() - present.keys())}.")
-            if present:
-                # AdamW keeps its step count on the host, the moments beside the parameter
-                self.optimizer.state[parameter] = {
-                    key: value.clone() if key == "step" else value.to(parameter.device).clone()
-                    for key, value in present.items()
-                }
-        if remaining:
-            raise ModelError(f"The optimizer state names parameters that the model lacks: {sorted(remaining)[:3]}.")
+
+def _selection_seed(seed: int, step: int, mini_batch: int) -> int:
+    """A seed of its own for each mini-batch of a run."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{mini_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

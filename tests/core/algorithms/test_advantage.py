@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonshift.core.algorithms import ADVANTAGE_ESTIMATORS, grpo, lookup
+from moonshift.core.algorithms.advantage import grpo
+from moonshift.core.algorithms.checks import lookup
+from moonshift.core.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from moonshift.core.errors import ConfigError, NonFiniteError
 
 
@@ -173,7 +175,7 @@ def test_tokens_outside_the_mask_and_padding_do_not_matter(seed: int, width: int
 
 
 def test_an_unknown_estimator_is_named_with_those_that_exist() -> None:
-    assert lookup("algorithm.adv_estimator", "grpo", ADVANTAGE_ESTIMATORS) is grpo
+    assert lookup("algorithm.adv_estimator", "grpo", ADVANTAGE_ESTIMATORS).compute is grpo
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator is 'gropo'; it must be one of .*grpo"):
         lookup("algorithm.adv_estimator", "gropo", ADVANTAGE_ESTIMATORS)
 

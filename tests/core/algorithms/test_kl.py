@@ -1,5 +1,6 @@
 """KL estimators against hand-computed numbers and derivatives."""
 
+import json
 import math
 import pickle
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moonshift.core.algorithms import KL_ESTIMATORS, apply_kl_in_reward, kl_penalty
 from moonshift.core.algorithms.checks import NonFiniteInputError
+from moonshift.core.algorithms.kl import AdaptiveKlController, FixedKlController, full_kl
 from moonshift.core.errors import ConfigError, MoonshiftError
 
 LOG_PROBS = [[-1.0, -2.0]]
@@ -159,3 +161,113 @@ def test_wrong_arguments_are_named() -> None:
 def test_the_error_for_a_non_finite_tensor_crosses_a_process_border() -> None:
     error = pickle.loads(pickle.dumps(NonFiniteInputError("log_probs is bad")))
     assert isinstance(error, MoonshiftError) and str(error) == "log_probs is bad"
+
+
+def distributions(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(dim=-1)
+
+
+def test_full_kl_by_hand() -> None:
+    policy, reference = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]).log(), torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]).log()
+    expected = torch.tensor([[0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)]])
+    torch.testing.assert_close(full_kl(policy, reference), expected, rtol=0, atol=1e-7)
+    assert not full_kl(policy, policy.clone()).any()
+
+
+def test_full_kl_is_what_k1_and_k3_estimate() -> None:
+    policy, reference = distributions(1, 1, 1, 7), distributions(2, 1, 1, 7)
+    divergence = full_kl(policy, reference)
+    for kind in ("k1", "k3"):
+        estimate = (policy[0].exp() * kl_penalty(policy[0], reference[0], kind)).sum()
+        assert abs(float(estimate - divergence)) < 1e-12
+
+
+def test_the_derivative_of_full_kl_through_a_softmax_is_the_true_one() -> None:
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    reference = distributions(2, 2, 3, 5)
+    assert torch.autograd.gradcheck(lambda values: full_kl(values.log_softmax(dim=-1), reference), (logits,))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_full_kl_is_zero_outside_the_mask_and_never_negative(seed: int) -> None:
+    policy, reference = distributions(seed, 3, 4, 6), distributions(seed + 1, 3, 4, 6)
+    mask = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) < 0.5
+    noisy = policy.masked_fill(~mask[..., None], math.nan).requires_grad_()
+    value = full_kl(noisy, reference.masked_fill(~mask[..., None], math.nan), response_mask=mask)
+    (slope,) = torch.autograd.grad(value.sum(), noisy)
+    assert torch.equal(value.detach(), full_kl(policy, reference).masked_fill(~mask, 0.0))
+    assert bool((value > -1e-12).all() and torch.isfinite(slope).all()) and not slope[~mask].any()
+
+
+def test_a_token_of_probability_zero_has_no_value_and_no_slope() -> None:
+    policy = torch.tensor([[[0.25, 0.75, 0.0]]], dtype=torch.float64).log().requires_grad_()
+    reference = torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64).log()
+    value = full_kl(policy, reference)
+    (slope,) = torch.autograd.grad(value.sum(), policy)
+    assert abs(float(value.detach()) - (0.25 * math.log(0.5) + 0.75 * math.log(1.5))) < 1e-14
+    assert slope[0, 0, 2] == 0 and bool(torch.isfinite(slope).all())
+
+
+def test_full_kl_names_what_is_wrong() -> None:
+    policy = distributions(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"log_probs has the shape \[2, 3\] .* same \[B, T, V\]"):
+        full_kl(policy[..., 0], policy)
+    with pytest.raises(ValueError, match=r"ref_log_probs \[2, 3, 3\]"):
+        full_kl(policy, policy[..., :3])
+    with pytest.raises(ValueError, match=r"log_probs at row 0, token 0 has the log-sum-exp 1; .*log_softmax"):
+        full_kl(policy + 1, policy)
+    with pytest.raises(ValueError, match=r"response_mask is \[2, 3\] torch.float32"):
+        full_kl(policy, policy, response_mask=torch.ones(2, 3))
+    with pytest.raises(NonFiniteInputError, match=r"log_probs \[2, 3\] has 1 .* row 1, token 2: nan"):
+        full_kl(torch.where(torch.arange(24).reshape(2, 3, 4) == 21, math.nan, policy), policy)
+    possible_here_alone = torch.tensor([[[1.0, 0.0]]]).log()
+    with pytest.raises(NonFiniteInputError, match=r"ref_log_probs \[1, 1\] .* row 0, token 0: -inf"):
+        full_kl(torch.tensor([[[0.5, 0.5]]]).log(), possible_here_alone)
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [(12.0, 0.101), (6.6, 0.1005), (6.0, 0.1), (5.4, 0.0995), (0.0, 0.099), (-3.0, 0.099), (1e300, 0.101)],
+)
+def test_the_adaptive_controller_follows_the_clipped_error(observed: float, expected: float) -> None:
+    controller = AdaptiveKlController(value=0.1, target=6.0, horizon=10_000)
+    following = controller.updated(observed, 500)
+    assert following.value == pytest.approx(expected, rel=1e-12)
+    assert (following.target, following.horizon, controller.value) == (6.0, 10_000, 0.1)
+
+
+def test_the_adaptive_penalty_never_becomes_a_reward() -> None:
+    controller = AdaptiveKlController(value=0.1, target=1.0, horizon=10)
+    assert controller.updated(0.0, 1000).value == 0.05
+    assert controller.updated(9.0, 1000).value == pytest.approx(0.1 * 21)
+    assert controller.updated(9.0, 0).value == 0.1
+
+
+def test_the_fixed_controller_stays() -> None:
+    assert FixedKlController(value=0.2).updated(1e9, 64).value == 0.2
+
+
+def test_a_controller_resumes_from_its_state() -> None:
+    controller = AdaptiveKlController(value=0.1, target=6.0, horizon=10_000).updated(7.0, 96)
+    state = json.loads(json.dumps(controller.state()))
+    resumed = AdaptiveKlController.from_state(state)
+    assert resumed == controller and resumed.updated(5.0, 96) == controller.updated(5.0, 96)
+    fixed = FixedKlController(value=0.1)
+    assert FixedKlController.from_state(fixed.state()) == fixed
+    with pytest.raises(ConfigError, match=r"has value; AdaptiveKlController needs value, target, horizon"):
+        AdaptiveKlController.from_state(fixed.state())
+
+
+def test_a_controller_names_what_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"target is 0; .*> 0"):
+        AdaptiveKlController(value=0.1, target=0, horizon=1)
+    with pytest.raises(ConfigError, match=r"horizon is -1"):
+        AdaptiveKlController(value=0.1, target=1, horizon=-1)
+    with pytest.raises(ConfigError, match=r"value is nan"):
+        FixedKlController(value=math.nan)
+    controller = AdaptiveKlController(value=0.1, target=1, horizon=1)
+    with pytest.raises(NonFiniteInputError, match=r"observed_kl is nan"):
+        controller.updated(math.nan, 1)
+    with pytest.raises(ConfigError, match=r"num_samples is -1"):
+        controller.updated(1.0, -1)

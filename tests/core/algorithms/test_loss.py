@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonshift.core.algorithms import POLICY_LOSSES, aggregate, grpo, kl_penalty, lookup, ppo_clip
+from moonshift.core.algorithms import aggregate, grpo, kl_penalty, lookup, ppo_clip
+from moonshift.core.algorithms.policy_losses import POLICY_LOSSES
 from moonshift.core.errors import ConfigError, NonFiniteError
 
 RATIOS = [0.5, 0.9, 1.0, 1.3, 1.5]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.mutation
 PACKAGE = "moonshift.core.algorithms"
 
 

@@ -1,0 +1,186 @@
+"""Gradient accumulation over mini-batches: what training the policy and training the critic have in common.
+
+Invariant: an update depends on the batch, the weights and the optimizer state alone. The gradient does not depend on
+how a mini-batch is cut into micro-batches, because every loss is normalised by counts of the whole mini-batch.
+The model is touched through `named_parameters` and the forward call only, so that a sharded one can take its place.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from ..batch import Batch
+from ..config.schema import OptimSection
+from ..errors import ModelError, NonFiniteError
+from ..plan import TrainPlan
+from .log_probs import TokenLayout
+from .micro_batches import micro_batches, sample_lengths
+from .schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The rows of one optimizer step and the counts that its loss is divided by."""
+
+    rows: Tensor
+    """`[M]` int64"""
+    num_tokens: int
+    """under the loss mask"""
+    num_sequences: int
+    index: int
+    """of this mini-batch within the update, from 0 over all epochs"""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Values of the optimizer steps of one update, by metric."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self.values.setdefault(key, []).append(value)
+
+    def reduced(self, summed: tuple[str, ...]) -> dict[str, float]:
+        """Means, but sums of the counters named."""
+        means = {key: sum(values) / len(values) for key, values in self.values.items()}
+        return means | {key: sum(self.values.get(key, [])) for key in summed}
+
+
+class MiniBatchTrainer:
+    """Owns a model's optimizer and takes its steps; a subclass computes one micro-batch's loss and gradient."""
+
+    kind = "model"
+    """`actor` or `critic`: the first part of its metrics' names"""
+
+    def __init__(self, model: nn.Module, plan: TrainPlan, optim: OptimSection, *, grad_clip: float, steps: int) -> None:
+        self.model = model
+        self.cut = plan
+        self.optim = optim
+        self.grad_clip = grad_clip
+        self.steps = steps
+        self.drop_last = False
+        self.optimizer_steps = 0
+        self.version = 0
+        self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        parameters = [parameter for _, parameter in self.weights()]
+        optim = self.optim
+        return torch.optim.AdamW(
+            parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters by name, tied ones once, in the model's order."""
+        return self.model.named_parameters()
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Take the optimizer steps of training step `step`; returns metrics averaged over them."""
+        rate = learning_rate(self.optim, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        totals = _Totals()
+        for mini_batch in self._mini_batches(batch, step):
+            totals.add(self._optimizer_step(batch, mini_batch, step))
+        self.version = step
+        counters = (f"{self.kind}/skipped_updates", f"{self.kind}/empty_batches")
+        return totals.reduced(counters) | {
+            f"{self.kind}/lr": rate,
+            "training/dropped_samples": float(self._left_out(batch)),
+        }
+
+    def _mini_batches(self, batch: Batch, step: int) -> Iterator[MiniBatch]:
+        """The rows of each optimizer step, in order; a smaller last one is normalised by its own counts."""
+        masks = batch.ragged("loss_mask")
+        before = torch.cat([masks.values.new_zeros(1, dtype=torch.int64), masks.values.long().cumsum(0)])
+        trained = before[masks.offsets[1:]] - before[masks.offsets[:-1]]
+        used = torch.arange(len(batch) - self._left_out(batch))
+        cuts = [rows for _ in range(self.cut.epochs) for rows in used.split(self.cut.samples_per_mini_batch)]
+        for index, rows in enumerate(cuts):
+            yield MiniBatch(
+                rows=rows,
+                num_tokens=int(trained[rows].sum()),
+                num_sequences=int((trained[rows] > 0).sum()),
+                index=index,
+            )
+
+    def _left_out(self, batch: Batch) -> int:
+        """Samples after the last whole mini-batch, where they are to be left out."""
+        return len(batch) % self.cut.samples_per_mini_batch if self.drop_last else 0
+
+    def _optimizer_step(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+        """Gradient accumulation over one mini-batch; no step on an empty batch or a gradient that is not finite."""
+        skipped = {f"{self.kind}/skipped_updates": 0.0, f"{self.kind}/empty_batches": 0.0}
+        if mini_batch.num_tokens == 0:
+            return skipped | {f"{self.kind}/empty_batches": 1.0}
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics: dict[str, float] = {}
+        try:
+            metrics = self._accumulate(batch, mini_batch, step)
+            norm = float(clip_grad_norm_(self.model.parameters(), self.grad_clip))
+        except NonFiniteError:
+            norm = math.nan
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return metrics | skipped | {f"{self.kind}/grad_norm": norm, f"{self.kind}/skipped_updates": 1.0}
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return metrics | skipped | {f"{self.kind}/grad_norm": norm}
+
+    def _accumulate(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+        """Gradients of all micro-batches; metrics are shares that add up."""
+        metrics: dict[str, float] = {}
+        lengths = sample_lengths(batch)
+        for rows in micro_batches(mini_batch.rows, lengths, self.cut.micro_batch_size, self.cut.max_tokens):
+            for key, value in self._backward(batch, rows, mini_batch).items():
+                metrics[key] = metrics.get(key, 0.0) + value
+        return metrics
+
+    def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
+        """Loss and gradient of one micro-batch, as its share of the mini-batch."""
+        raise NotImplementedError
+
+    def _dense(self, batch: Batch, name: str, rows: Tensor, layout: TokenLayout) -> Tensor:
+        """A ragged column of the given rows, padded to the layout's response width: `[B, T]`."""
+        values = batch.select([name]).reorder(rows)
+        return values.padded(name, width=layout.response_ids.shape[1])[0].to(self.device)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.weights():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{name}.{key}"] = value
+        return state
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """Inverse of `optimizer_state`.
+
+        Raises:
+            ModelError: when a tensor belongs to no parameter, or some parameters have state and others not.
+        """
+        self.optimizer = self._new_optimizer()
+        remaining = dict(state)
+        for name, parameter in self.weights():
+            moments = {key: remaining.pop(f"{name}.{key}", None) for key in ("step", "exp_avg", "exp_avg_sq")}
+            present = {key: value for key, value in moments.items() if value is not None}
+            if present and len(present) != len(moments):
+                raise ModelError(f"The optimizer state of {name} lacks {sorted(moments.keys() - present.keys())}.")
+            if present:
+                # AdamW keeps its step count on the host, the moments beside the parameter
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if key == "step" else value.to(parameter.device).clone()
+                    for key, value in present.items()
+                }
+        if remaining:
+            raise ModelError(f"The optimizer state names parameters that the model lacks: {sorted(remaining)[:3]}.")
