@@ -10,6 +10,7 @@ from moonshift.infra.report import finish
 from moonshift.tasks.advantage import advantage
 from moonshift.tasks.checkpoint import checkpoint
 from moonshift.tasks.log_probs import log_probs
+from moonshift.tasks.refill import refilled
 from moonshift.tasks.rollout import rollout
 from moonshift.tasks.score import score
 from moonshift.tasks.update import update
@@ -46,6 +47,7 @@ def post_train(
         for step in attempt.steps_left():
             rollouts = rollout(attempt, step)
             scores = score(attempt, step, rollouts)
+            rollouts, scores = refilled(attempt, step, rollouts, scores)
             sampled_log_probs = log_probs(attempt, step, rollouts)
             advantages = advantage(attempt, step, rollouts, scores, sampled_log_probs)
             update(attempt, step, advantages)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import psutil
 
+from moonshift.core.algorithms import AdaptiveKlController
 from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
@@ -25,6 +26,7 @@ from moonshift.core.types import StageRef
 
 from . import snapshots
 from .cluster import cluster
+from .draws import SELECT, TRAINED, Draws
 from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
 from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
@@ -35,6 +37,7 @@ from .tracking import Tracker
 TIMING_NAMES = {
     "rollout": "gen",
     "score": "reward",
+    "select": "filter_groups",
     "log_probs": "old_log_prob",
     "advantage": "adv",
     "update": "update_actor",
@@ -76,9 +79,10 @@ class Attempt:
         self.version = 0
         data = self.config.data
         seed = self.config.run.seed if data.seed is None else data.seed
-        self.sampler = PromptSampler(
+        sampler = PromptSampler(
             num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
         )
+        self.draws = Draws(ledger, lease.run_id, self.folder, self.config, sampler)
         self.roles: Roles
         self.tracker: Tracker
 
@@ -113,7 +117,8 @@ class Attempt:
         started = time.perf_counter()
         output, content = self._produce(place, work)
         seconds = time.perf_counter() - started
-        metrics = output.metrics | {f"timing_s/{TIMING_NAMES[name]}": seconds}
+        base, dash, round_ = name.partition("-")
+        metrics = output.metrics | {f"timing_s/{TIMING_NAMES[base]}{dash}{round_}": seconds}
         path = place.relative_to(self.folder).as_posix()
         self.ledger.commit_stage(
             self.lease,
@@ -164,7 +169,8 @@ class Attempt:
             if manifest.identity != identity_hash(self.config):
                 raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
             folder = str(place)
-        self.version = self.roles.model.load(str(self.initial), folder)
+        critic = self.prepared.critic_folder
+        self.version = self.roles.model.load(str(self.initial), folder, str(critic) if critic else None)
         self.listener.started(self.run_id, self.version + 1, self.plan.steps)
 
     def steps_left(self) -> range:
@@ -188,15 +194,36 @@ class Attempt:
         """Whether held-out prompts are due before step 1; not where a restored checkpoint is past it."""
         return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and self.version == 0
 
+    def kl_coef(self, step: int) -> float | None:
+        """Weight of the KL in the reward of `step`; None where there is none.
+
+        The adaptive controller's value is kept in the ledger alone: it follows from the weight and the KL that the step
+        before committed, so a resumed run has the one that the unbroken run had.
+        """
+        settings = self.config.algorithm.kl_ctrl
+        if not self.config.algorithm.use_kl_in_reward:
+            return None
+        before = self.ledger.stage(self.run_id, step - 1, "advantage")
+        if settings.type == "fixed" or before is None:
+            return settings.kl_coef
+        controller = AdaptiveKlController(
+            value=before.metrics["actor/reward_kl_penalty_coeff"],
+            target=settings.target_kl,
+            horizon=settings.horizon,
+        )
+        return controller.updated(before.metrics["actor/reward_kl_penalty"], self.plan.samples_per_step).value
+
     def sampler_state(self, step: int) -> str:
         """Position in the data after `step`, as JSON."""
-        return json.dumps(self.sampler.state(step))
+        return json.dumps(self.draws.sampler.state_at(self.draws.position(step)))
 
     def retire_redo_logs(self) -> None:
         """Delete what only a replay needs, for steps that every kept checkpoint covers."""
         kept = snapshots.steps_on_disk(self.checkpoints)
-        for step in range(1, min(kept, default=0) + 1):
-            for name in ("log_probs", "advantage"):
+        covered = min(kept, default=0)
+        for step in range(1, covered + 1):
+            # what a step carried over is read by the next one
+            for name in ("log_probs", "advantage", *((SELECT,) if step < covered else ())):
                 place = self.folder / "stages" / f"step-{step:04d}" / name
                 if place.exists():
                     remove(place)
@@ -324,9 +351,22 @@ def check_complete(attempt: Attempt) -> int:
     """
     last = attempt.ledger.stage(attempt.run_id, attempt.plan.steps, "update")
     taken = int(last.metrics["training/optimizer_steps"]) if last else 0
-    if taken < attempt.plan.optimizer_steps:
+    planned = attempt.plan.optimizer_steps - _without_groups(attempt)
+    if taken < planned:
         raise StageError(
-            f"Run {attempt.run_id} took {taken} of {attempt.plan.optimizer_steps} planned optimizer steps: the others "
+            f"Run {attempt.run_id} took {taken} of {planned} planned optimizer steps: the others "
             "had no token to train on or a gradient that was not finite (actor/empty_batches, actor/skipped_updates)."
         )
     return taken
+
+
+def _without_groups(attempt: Attempt) -> int:
+    """Optimizer steps that fell away because dynamic sampling found fewer groups than a step needs."""
+    actor = attempt.config.actor_rollout_ref.actor
+    whole, mini = attempt.plan.prompts_per_step, actor.ppo_mini_batch_size
+    missing = 0
+    for step, trained in attempt.ledger.metric_series(attempt.run_id, TRAINED):
+        groups = int(trained) or whole  # where none had signal, all are trained on
+        cuts = groups // mini if actor.drop_last else -(-groups // mini)
+        missing += (whole // mini - cuts) * actor.ppo_epochs if step > attempt.plan.critic_warmup else 0
+    return missing

@@ -14,6 +14,7 @@ from moonshift.core.datasets import load_prompts
 from moonshift.core.errors import ConfigError, DataError
 from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.rewards import check_reward, load_reward
+from moonshift.core.training.correction import correction_rule
 from moonshift.core.types import Prompt
 
 from .files import storage_errors
@@ -35,6 +36,8 @@ class Prepared:
     loaded: LoadedConfig
     plan: BatchPlan
     model_folder: Path
+    critic_folder: Path | None
+    """model under the critic's value head; None: the initial policy, or no critic"""
     train: PromptSet
     validation: PromptSet
     examples: PromptSet
@@ -57,6 +60,7 @@ def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
     loaded = load_config(Path(config_path) if config_path else None, overrides)
     config = loaded.config
     refuse_unsupported(config)
+    refuse_contradictions(config)
     reward = load_reward(config.reward.function, config.reward.kwargs)
     prompts = _load(config, config.data.train_files)
     validation = _load(config, config.data.val_files)
@@ -85,13 +89,37 @@ def refuse_unsupported(config: Config) -> None:
         f"trainer.nnodes × trainer.n_gpus_per_node = {world}; set both to 1": world > 1,
         f"actor_rollout_ref.rollout.name={rollout.name}; set it to transformers": rollout.name != "transformers",
         f"actor_rollout_ref.actor.strategy={actor.strategy}; set it to fsdp2": actor.strategy != "fsdp2",
-        "algorithm.adv_estimator=gae; set it to grpo": config.needs_critic,
     }
     found = [text for text, applies in unsupported.items() if applies]
     if found:
         raise ConfigError(
             "This version plans it, but trains and generates in one process and cannot run it:\n  - "
             + "\n  - ".join(found)
+        )
+
+
+def refuse_contradictions(config: Config) -> None:
+    """Refuse choices of the algorithm that exclude each other.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    correction_rule(config)
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo reads the components of the reward and not the rewards of tokens, so "
+            "algorithm.use_kl_in_reward would do nothing; set actor_rollout_ref.actor.use_kl_loss instead."
+        )
+    if algorithm.filter_groups.enable and not config.needs_groups:
+        raise ConfigError(
+            f"algorithm.filter_groups keeps groups whose samples differ, and {algorithm.adv_estimator} compares no "
+            "groups; set algorithm.filter_groups.enable to false."
+        )
+    if algorithm.rollout_correction.bypass_mode and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.rollout_correction.bypass_mode computes no log-probs before the update, and "
+            "algorithm.use_kl_in_reward needs them; set one of them to false."
         )
 
 
@@ -143,9 +171,26 @@ def _tokenize(
         loaded=loaded,
         plan=plan,
         model_folder=folder,
+        critic_folder=_critic_folder(config) if config.needs_critic else None,
         train=checked(prompts),
         validation=checked(validation),
         examples=checked(examples),
         example_answers=answers,
         stop_ids=stops,
     )
+
+
+def _critic_folder(config: Config) -> Path | None:
+    from moonshift.core.training.model import resolve_model
+
+    path = config.critic.model.path
+    if path is None or path == config.actor_rollout_ref.model.path:
+        return None
+    with storage_errors(models_folder()):
+        return resolve_model(
+            path,
+            override_config={},
+            seed=config.run.seed,
+            cache=models_folder(),
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        )

@@ -55,9 +55,9 @@ class _Handle:
 class ModelHandle(_Handle):
     """The roles actor, rollout and ref."""
 
-    def load(self, initial: str, checkpoint: str | None) -> int:
+    def load(self, initial: str, checkpoint: str | None, critic: str | None = None) -> int:
         """Load weights; returns their policy version."""
-        return self._call("load", initial, checkpoint, timeout_s=self._start_timeout_s)
+        return self._call("load", initial, checkpoint, critic, timeout_s=self._start_timeout_s)
 
     def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
         """Supervised fine-tuning; the model goes to `out/model`."""
@@ -71,9 +71,9 @@ class ModelHandle(_Handle):
         """Log-probs of a rollout batch into `out`."""
         return self._call("log_probs", rollouts, out)
 
-    def advantage(self, stages: Stages, out: str) -> dict[str, float]:
+    def advantage(self, stages: Stages, out: str, kl_coef: float | None) -> dict[str, float]:
         """The redo log of a step into `out`."""
-        return self._call("advantage", stages, out)
+        return self._call("advantage", stages, out, kl_coef)
 
     def update(self, redo: str, step: int) -> dict[str, float]:
         """Apply a step's redo log to the weights."""

@@ -15,6 +15,6 @@ def advantage(attempt: Attempt, step: int, rollouts: StageRef, scores: StageRef,
     stages = Stages(rollout=attempt.path(rollouts), score=attempt.path(scores), log_probs=attempt.path(log_probs))
 
     def work(out: Path) -> StageOutput:
-        return StageOutput(metrics=attempt.roles.model.advantage(stages, str(out)))
+        return StageOutput(metrics=attempt.roles.model.advantage(stages, str(out), attempt.kl_coef(step)))
 
     return attempt.stage(step, "advantage", (rollouts, scores, log_probs), work)

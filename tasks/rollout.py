@@ -1,29 +1,45 @@
 """Stage `rollout`: responses to the prompts of a step."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from moonshift.core.datasets.seeds import sample_seed
 from moonshift.core.types import SamplingParams, StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
+from moonshift.infra.draws import round_name
 from moonshift.infra.workers.model import RolloutOrder
 
 from .policies import stage_task
 
+BASELINE = "baseline"
+"""Folder of the greedy responses below a rollout, and of their scores below a score."""
+
 
 @stage_task("rollout")
-def rollout(attempt: Attempt, step: int) -> StageRef:
-    """Generate `rollout.n` responses to each prompt of the step, each from its own seed."""
+def rollout(attempt: Attempt, step: int, round_: int = 1) -> StageRef:
+    """Generate `rollout.n` responses to each prompt of a generation of the step, each from its own seed."""
+    first = round_ == 1
 
     def work(out: Path) -> StageOutput:
-        return StageOutput(metrics=attempt.roles.model.rollout(training_order(attempt, step), str(out)))
+        metrics = attempt.roles.model.rollout(training_order(attempt, step, round_), str(out))
+        if attempt.config.needs_baseline:
+            attempt.roles.model.rollout(greedy_order(attempt, step, round_), str(out / BASELINE))
+        return StageOutput(metrics=metrics if first else {})  # a metric has one value a step
 
-    return attempt.stage(step, "rollout", (), work)
+    return attempt.stage(step, round_name("rollout", round_), (), work)
 
 
-def training_order(attempt: Attempt, step: int) -> RolloutOrder:
-    """What to generate in a step: a pure function of the config and the step."""
+def greedy_order(attempt: Attempt, step: int, round_: int) -> RolloutOrder:
+    """One greedy response to each prompt: ReMax's baseline."""
+    order = training_order(attempt, step, round_)
+    count = order.params.n
+    return replace(order, seeds=order.seeds[::count], params=replace(order.params, n=1, temperature=0.0))
+
+
+def training_order(attempt: Attempt, step: int, round_: int = 1) -> RolloutOrder:
+    """What to generate: a pure function of the config and of what is committed."""
     settings = attempt.config.actor_rollout_ref.rollout
-    chosen = attempt.sampler.indices(step)
+    chosen = attempt.draws.rows(step, round_)
     uids = [attempt.prepared.train.prompts[row].uid for _, row in chosen]
     epochs = [epoch for epoch, _ in chosen]
     return RolloutOrder(

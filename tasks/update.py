@@ -16,12 +16,12 @@ def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
     if committed is not None and attempt.version < step:
         metrics = attempt.roles.model.update(attempt.path(advantages), step)
         attempt.version = step
-        if metrics["actor/grad_norm"] != committed.metrics["actor/grad_norm"]:
+        norms = {
+            key: [committed.metrics.get(key), value] for key, value in metrics.items() if key.endswith("grad_norm")
+        }
+        if any(before != now for before, now in norms.values()):
             attempt.ledger.event(
-                attempt.run_id,
-                "replay_differs",
-                {"step": step, "grad_norm": [committed.metrics["actor/grad_norm"], metrics["actor/grad_norm"]]},
-                attempt.lease.attempt_id,
+                attempt.run_id, "replay_differs", {"step": step, "grad_norm": norms}, attempt.lease.attempt_id
             )
 
     def work(out: Path) -> StageOutput:

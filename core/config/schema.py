@@ -359,6 +359,11 @@ class Config(Section):
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def needs_baseline(self) -> bool:
+        """Whether a greedy response to each prompt is generated too."""
+        return self.algorithm.adv_estimator == "remax"
+
+    @property
     def needs_groups(self) -> bool:
         """Whether the estimator compares the responses to one prompt."""
         return self.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus", "remax")

@@ -58,8 +58,11 @@ class PromptSampler:
         """(epoch, row) of each prompt of `step`; steps count from 1, epochs and rows from 0."""
         if step < 1:
             raise ValueError(f"step is {step}; steps count from 1")
-        start = (step - 1) * self.batch_size
-        return [self._at(position) for position in range(start, start + self.batch_size)]
+        return self.stretch((step - 1) * self.batch_size, self.batch_size)
+
+    def stretch(self, start: int, count: int) -> list[tuple[int, int]]:
+        """(epoch, row) of `count` prompts from the stream's position `start` on, from 0."""
+        return [self._at(position) for position in range(start, start + count)]
 
     def steps_per_epochs(self, total_epochs: int) -> int:
         """Whole batches in `total_epochs` passes.
@@ -71,7 +74,11 @@ class PromptSampler:
 
     def state(self, step: int) -> dict[str, int]:
         """Position after `step` steps, that is of the first row of step + 1; step 0 is the start."""
-        epoch, offset = divmod(step * self.batch_size, self.num_rows)
+        return self.state_at(step * self.batch_size)
+
+    def state_at(self, position: int) -> dict[str, int]:
+        """Position in the stream as epoch and row within it, with what it depends on."""
+        epoch, offset = divmod(position, self.num_rows)
         return {
             "epoch": epoch,
             "offset": offset,

@@ -71,6 +71,8 @@ class BatchPlan:
     critic: TrainPlan | None
     steps: int
     """steps planned in the whole run; 0 where neither they nor the number of prompts is known"""
+    critic_warmup: int
+    """steps in which the critic alone is trained"""
 
     @property
     def on_policy(self) -> bool:
@@ -83,7 +85,7 @@ class BatchPlan:
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the policy planned in the whole run."""
-        return self.steps * self.actor.optimizer_steps_per_step
+        return max(0, self.steps - self.critic_warmup) * self.actor.optimizer_steps_per_step
 
 
 def make_plan(config: Config, num_prompts: int | None, shape: ModelShape | None = None) -> BatchPlan:
@@ -118,6 +120,7 @@ def make_plan(config: Config, num_prompts: int | None, shape: ModelShape | None 
         reference=_reference(sizes),
         critic=_critic(sizes),
         steps=_steps(config, num_prompts),
+        critic_warmup=config.trainer.critic_warmup if sizes.has_critic else 0,
     )
 
 

@@ -19,6 +19,8 @@ from moonshift.core.config import config_from_json
 from moonshift.core.errors import CheckpointError
 from moonshift.core.plan import BatchPlan
 from moonshift.core.training.advantages import Stages, compute_advantages
+from moonshift.core.training.correction import needs_old_log_probs
+from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import Scoring, TorchTrainEngine, forward_log_probs
 from moonshift.core.training.fingerprint import weights_sha256
 from moonshift.core.training.measures import length_metrics, mismatch
@@ -66,8 +68,11 @@ class ModelWorker:
         torch.use_deterministic_algorithms(self.config.run.deterministic, warn_only=cuda)
         torch.set_float32_matmul_precision("high" if cuda else "highest")
 
-    def load(self, initial: str, checkpoint: str | None) -> int:
-        """Load the initial policy, or a checkpoint of it, and the reference; returns the policy version."""
+    def load(self, initial: str, checkpoint: str | None, critic: str | None = None) -> int:
+        """Load the initial policy, or a checkpoint of it, the reference and the critic; returns the policy version.
+
+        `critic`: folder of the model under a fresh value head, where one is needed.
+        """
         folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
         remote = self.config.actor_rollout_ref.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
@@ -85,6 +90,11 @@ class ModelWorker:
             vocab_limit=self.vocab_limit,
             max_sequences=self.config.actor_rollout_ref.rollout.max_num_seqs,
         )
+        self.critic: CriticEngine | None = None
+        if self.config.needs_critic:
+            place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
+            model = load_critic(place, device=self.device, trust_remote_code=remote)
+            self.critic = CriticEngine(model, self.config, self.plan)
         self._seed()
         if checkpoint:
             self._restore(Path(checkpoint))
@@ -130,13 +140,13 @@ class ModelWorker:
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
 
-        Where the update is exactly on-policy it takes its own log-probs as the old ones, and the policy's are left out;
-        a KL in the reward is the exception: it is paid before the update.
+        Where the update is exactly on-policy it takes its own log-probs as the old ones, and the policy's are left out,
+        unless something before the update reads them (`needs_old_log_probs`). The critic's values go with them.
         """
         batch = Batch.load(Path(rollouts))
         columns: dict[str, Ragged] = {}
         metrics: dict[str, float] = {}
-        if not self.plan.on_policy or self.config.algorithm.use_kl_in_reward:
+        if needs_old_log_probs(self.config, self.plan.on_policy):
             scored = self.train_engine.log_probs(batch)
             old, entropy = scored.ragged("log_probs"), scored.ragged("entropy")
             columns = {"old_log_probs": old, "entropy": entropy}
@@ -149,12 +159,14 @@ class ModelWorker:
             assert cut is not None
             reference = forward_log_probs(self.reference, batch, cut.micro_batch_size, scoring, cut.max_tokens)
             columns["ref_log_probs"] = reference["log_probs"]
+        if self.critic is not None:
+            columns["values"] = self.critic.values(batch)
         Batch(columns).save(Path(out))
         return metrics
 
-    def advantage(self, stages: Stages, out: str) -> dict[str, float]:
+    def advantage(self, stages: Stages, out: str, kl_coef: float | None) -> dict[str, float]:
         """Advantages, written with all that the update needs: the redo log of the step."""
-        batch, metrics = compute_advantages(stages, self.config)
+        batch, metrics = compute_advantages(stages, self.config, kl_coef)
         batch.save(Path(out))
         return metrics
 
@@ -166,7 +178,12 @@ class ModelWorker:
                 f"{self.train_engine.version}. Start again with --resume."
             )
         self.rollout_engine.sleep()
-        metrics = self.train_engine.update(Batch.load(Path(redo)), step)
+        batch = Batch.load(Path(redo))
+        metrics = self.critic.update(batch, step) if self.critic is not None else {}
+        if step > self.plan.critic_warmup:
+            metrics |= self.train_engine.update(batch, step)
+        self.train_engine.version = step
+        metrics["training/optimizer_steps"] = float(self.train_engine.optimizer_steps)
         self.rollout_engine.wake()
         self.rollout_engine.load_weights(self.train_engine.weights(), step)
         if self.device.type == "cuda":
@@ -177,8 +194,11 @@ class ModelWorker:
         """Write model, optimizer, random state and counters to `out`."""
         folder = Path(out)
         self._save_model(folder / "model")
-        optimizer = {name: tensor.cpu().contiguous() for name, tensor in self.train_engine.optimizer_state().items()}
-        save_file(optimizer, folder / "optimizer.safetensors")
+        save_file(_on_host(self.train_engine.optimizer_state()), folder / "optimizer.safetensors")
+        if self.critic is not None:
+            self.critic.critic.save(folder / "critic")
+            self.tokenizer.save_pretrained(folder / "critic")
+            save_file(_on_host(self.critic.optimizer_state()), folder / "critic_optimizer.safetensors")
         generators = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -186,6 +206,7 @@ class ModelWorker:
         state = {
             "version": self.train_engine.version,
             "optimizer_steps": self.train_engine.optimizer_steps,
+            "critic_optimizer_steps": self.critic.optimizer_steps if self.critic is not None else 0,
             "python_random": random.getstate(),
             "numpy_random": _numpy_state(),
         }
@@ -211,6 +232,10 @@ class ModelWorker:
         self.train_engine.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
         self.train_engine.version = state["version"]
         self.train_engine.optimizer_steps = state["optimizer_steps"]
+        if self.critic is not None:
+            self.critic.load_optimizer_state(load_file(folder / "critic_optimizer.safetensors"))
+            self.critic.version = state["version"]
+            self.critic.optimizer_steps = state["critic_optimizer_steps"]
         generators = load_file(folder / "rng.safetensors")
         torch.set_rng_state(generators["torch"])
         if "cuda" in generators and self.device.type == "cuda":
@@ -219,6 +244,10 @@ class ModelWorker:
         random.setstate((version, tuple(words), gauss))
         name, words, position, has_gauss, cached = state["numpy_random"]
         np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _numpy_state() -> list[object]:

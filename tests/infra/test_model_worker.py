@@ -77,7 +77,7 @@ def test_the_ids_and_log_probs_of_an_update_are_those_sampled(char_llama: Path, 
     made.rollout(order(), stages.rollout)
     write_scores({"score": [1.0, 0.0, 0.0, 1.0]}, Path(stages.score))
     made.log_probs(stages.rollout, stages.log_probs)
-    made.advantage(stages, str(tmp_path / "a"))
+    made.advantage(stages, str(tmp_path / "a"), None)
     made.update(str(tmp_path / "a"), 1)
     sampled, trained = Batch.load(tmp_path / "r"), Batch.load(tmp_path / "a")
     assert [row.tolist() for row in trained.rows("response_ids")] == [
