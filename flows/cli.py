@@ -15,8 +15,9 @@ from moonshift import __version__
 from moonshift.core.errors import ConfigError, DataError, ModelError, MoonshiftError, PlanError, RewardError
 from moonshift.infra.home import home, ledger_url
 from moonshift.infra.offline import apply_quiet_environment
+from moonshift.infra.preemption import Preempted
 
-from .termination import Terminated, terminable
+from .termination import terminable
 
 app = typer.Typer(
     name="moonshift",
@@ -47,11 +48,11 @@ def clear_errors(debug: bool) -> Iterator[None]:
         typer.echo(f"error: {_without_traceback(str(error))}", err=True)
         raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted. {_GO_ON}", err=True)
+        typer.echo("interrupted", err=True)
         raise typer.Exit(130) from error
-    except Terminated as error:
-        typer.echo(f"stopped by SIGTERM. {_GO_ON}", err=True)
-        raise typer.Exit(143) from error
+    except Preempted as error:
+        typer.echo(f"stopped by {error}. {_GO_ON}", err=True)
+        raise typer.Exit(128 + error.number) from error
 
 
 _GO_ON = "What was committed is kept; a run that had begun is PREEMPTED and goes on with --resume."

@@ -1,29 +1,26 @@
-"""SIGTERM as an exception, so that a preempted process leaves a truthful ledger and no process behind."""
+"""A process that is asked to end leaves a truthful ledger, no process behind, and the exit code of the signal."""
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
-
-class Terminated(BaseException):
-    """The process was asked to end by SIGTERM."""
+from moonshift.infra.preemption import Preempted, check, forget, noted_signals, received
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within, SIGTERM raises `Terminated` in the main thread, once: what is being cleaned up is not interrupted again.
+    """Within, a signal ends the work; whatever exception it has become by then leaves as `Preempted`.
 
-    While a flow runs, Prefect's own handler comes first: it lets the flow unwind and then sends the signal again, to
-    this one.
+    While a flow runs, Prefect's own handler comes first: it lets the flow unwind and sends the signal again.
     """
-    before = signal.signal(signal.SIGTERM, _raise)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    forget()
+    with noted_signals():
+        try:
+            yield
+        except Preempted:
+            raise
+        except BaseException as error:
+            number = received()
+            if number is not None:
+                raise Preempted(number) from error
+            raise
+        check()

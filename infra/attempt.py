@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Protocol
 
 import psutil
@@ -24,12 +25,13 @@ from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StageError, StorageError
 from moonshift.core.types import StageRef
 
-from . import snapshots
+from . import preemption, snapshots
 from .cluster import cluster
 from .draws import SELECT, TRAINED, Draws
 from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
 from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
+from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .roles import Roles
 from .tracking import Tracker
@@ -112,6 +114,7 @@ class Attempt:
                     "now; the run's folder or config was changed by hand. Start a new run."
                 )
             return _reference(self.run_id, step, name, committed.path, committed.digest)
+        preemption.check()
         self.listener.stage_started(step, name)
         place = place or self.folder / "stages" / f"step-{step:04d}" / name
         started = time.perf_counter()
@@ -248,6 +251,7 @@ def open_attempt(
         stack.callback(ledger.close)
         run = _find_or_create(ledger, prepared, resume)
         lease = ledger.acquire(run.run_id, lease_s=prepared.config.recovery.lease_s, flow_run_id=flow_run_id)
+        stack.enter_context(noted_signals())
         stack.enter_context(_ending(ledger, lease))
         stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
         ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
@@ -292,19 +296,26 @@ def _ending(ledger: Ledger, lease: Lease) -> Iterator[None]:
     """Write how the attempt ended: COMPLETED, FAILED, PAUSED (no space), PREEMPTED (a signal)."""
     try:
         yield
-    except StorageError as error:
-        with suppress(MoonshiftError):  # the ledger may be on the very disk that is full
-            ledger.release(lease, RunState.PAUSED, str(error))
-        raise
-    except Exception as error:
-        with suppress(MoonshiftError):  # the first error is the one to show
-            ledger.release(lease, RunState.FAILED, f"{type(error).__name__}: {error}")
-        raise
-    except BaseException as error:  # KeyboardInterrupt, SystemExit and Prefect's signal
-        ledger.release(lease, RunState.PREEMPTED, type(error).__name__)
+    except BaseException as error:
+        number = preemption.received()
+        if number is None:
+            _failed(ledger, lease, error)
+        else:  # whatever the signal's exception has become on its way
+            with suppress(MoonshiftError):
+                ledger.release(lease, RunState.PREEMPTED, Signals(number).name)
         raise
     else:
         ledger.release(lease, RunState.COMPLETED)
+
+
+def _failed(ledger: Ledger, lease: Lease, error: BaseException) -> None:
+    """PAUSED where space is missing, PREEMPTED where the flow was cancelled, else FAILED."""
+    state = RunState.FAILED if isinstance(error, Exception) else RunState.PREEMPTED
+    if isinstance(error, StorageError):
+        state = RunState.PAUSED
+    # the first error is the one to show, and the ledger may be on the very disk that is full
+    with suppress(MoonshiftError):
+        ledger.release(lease, state, f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -337,7 +348,7 @@ def _tracking(attempt: Attempt) -> Iterator[None]:
         yield
         status = "FINISHED"
     except Exception:
-        status = "FAILED"
+        status = "FAILED" if preemption.received() is None else "KILLED"
         raise
     finally:
         attempt.tracker.close(status)

@@ -29,6 +29,9 @@ SMALL = (
 )
 
 
+MEASURED_BY_THE_CLOCK = "key like 'timing_s/%' or key like 'rollout/%' or key like 'perf/%'"
+
+
 @pytest.fixture(scope="session")
 def server_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """One standing Prefect server for this file, as a team would have it."""
@@ -73,6 +76,25 @@ def unbroken(server_home: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     done, summary = train(home, server_home)
     assert done.returncode == 0, done.stdout + done.stderr
     return home, summary
+
+
+def start(home: Path, server: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("train", str(QUICKSTART), *SMALL, "--plain", *arguments),
+        env=environment_of(home, server), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def resume_and_compare(home: Path, server: dict[str, str], unbroken: tuple[Path, Any], *arguments: str) -> None:
+    """Go on with the run; weights, metrics and samples come out as those of the run that was not interrupted."""
+    done, summary = train(home, server, "--resume", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert summary["attempts"] == 2 and summary["run_id"] == "quickstart-0001"
+    assert summary["weights_sha256"] == unbroken[1]["weights_sha256"]
+    series = f"select key, step, value from metrics_outbox where not ({MEASURED_BY_THE_CLOCK}) order by key, step"
+    assert rows(home, series) == rows(unbroken[0], series)
+    trained = "select epoch, uid, sample_index, step, reward from samples order by step, uid, epoch, sample_index"
+    assert rows(home, trained) == rows(unbroken[0], trained)
 
 
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:

@@ -39,7 +39,7 @@ def quickstart(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[s
         ("data.train_files=no_text.jsonl", ["no_text.jsonl", "row 1", "prompt"]),
         ("data.train_files=empty.jsonl", ["empty.jsonl"]),
         ("reward.function=raises.py:score", ["raises.py", "boom"]),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=24", ["ppo_mini_batch_size", "32"]),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=24", ["ppo_mini_batch_size=64", "64 prompts a step"]),
     ],
 )
 def test_the_message_names_what_is_wrong(tmp_path: Path, override: str, expected: list[str]) -> None:

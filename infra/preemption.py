@@ -1,0 +1,82 @@
+"""SIGTERM and SIGINT, noted before anybody handles them: an exception may be lost on its way, the note is not.
+
+A signal raises in the middle of whatever runs, and a library may turn that exception into another one, or drop it. So
+every decision about how an attempt ended reads the note: the state in the ledger, the exit code, and the check before
+each stage.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Preempted(BaseException):
+    """The process was asked to end by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class _Note:
+    """The first signal of this process; there is one, since signals belong to processes."""
+
+    number: int | None = None
+
+
+class _Noting:
+    """A handler that notes a signal, then hands the first one on to the handler of before."""
+
+    def __init__(self, number: int) -> None:
+        before: Any = signal.getsignal(number)
+        # handing on to another one of these would look like a second signal to it
+        self.before: Callable[[int, FrameType | None], Any] | int | None = (
+            before.before if isinstance(before, _Noting) else before
+        )
+        self.installed: Any = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _Note.number is not None:
+            return  # what is being cleaned up is not interrupted again
+        _Note.number = number
+        if callable(self.before):
+            self.before(number, frame)
+        raise Preempted(number)
+
+
+def received() -> int | None:
+    """The signal that asked this process to end, if one did."""
+    return _Note.number
+
+
+def check() -> None:
+    """Raises Preempted where a signal was received, even if its exception was lost."""
+    if _Note.number is not None:
+        raise Preempted(_Note.number)
+
+
+def forget() -> None:
+    """Begin without a note."""
+    _Note.number = None
+
+
+@contextmanager
+def noted_signals() -> Iterator[None]:
+    """Within, signals are noted; those who handled them before still get them. Elsewhere than in the main thread
+    nothing is changed: signals do not arrive there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: _Noting(number) for number in _SIGNALS}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler.installed)

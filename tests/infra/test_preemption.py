@@ -1,0 +1,66 @@
+"""A signal is noted, whatever becomes of its exception."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from moonshift.flows.termination import terminable
+from moonshift.infra import preemption
+from moonshift.infra.preemption import Preempted, noted_signals
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    preemption.forget()
+    yield
+    preemption.forget()
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_as_preempted(number: signal.Signals) -> None:
+    with pytest.raises(Preempted) as caught, terminable():
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did not raise")
+    assert caught.value.number == number and preemption.received() == number
+
+
+def test_an_exception_that_a_library_made_of_it_is_preempted_too() -> None:
+    with pytest.raises(Preempted), terminable():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            raise ValueError("Task run is not set") from error
+
+
+def test_an_exception_that_is_dropped_is_found_at_the_next_check() -> None:
+    with noted_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Preempted):
+            preemption.check()
+
+
+def test_the_handler_of_before_gets_the_signal_once_and_cleaning_up_is_not_interrupted() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(Preempted), terminable(), noted_signals():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_signal_nothing_changes() -> None:
+    with pytest.raises(KeyError), terminable():
+        raise KeyError("mine")
+    assert preemption.received() is None
