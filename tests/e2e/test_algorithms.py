@@ -4,10 +4,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from .conftest import resume_and_compare, rows, start, still_running, train, wait_for_stage
+from .conftest import resume_and_compare, rows, start, train, wait_for_stage
 
 pytestmark = pytest.mark.slow
 PPO = (
@@ -83,8 +82,6 @@ def test_a_killed_run_draws_the_same_prompts(
     home = tmp_path / "home"
     process = start(home, server_home, *DAPO)
     wait_for_stage(home, "step-0003/rollout", process)
-    below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert still_running(below, 120) == []
     resume_and_compare(home, server_home, sampled, *DAPO)
