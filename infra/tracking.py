@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonshift.core.config import flatten, mask, to_yaml
+from moonshift.core.config import config_from_json, flatten, mask, to_yaml
+from moonshift.core.config.masking import MASK
 from moonshift.core.config.schema import Config
+from moonshift.core.errors import ConfigError, MoonshiftError, ServiceError
 
-from .ledger import Lease, Ledger, MetricPoint, RunRecord
+from .ledger import Lease, Ledger, MetricPoint, RunRecord, RunState
 
 log = logging.getLogger(__name__)
 RUN_TAG = "moonshift.run_id"
 LONGEST_PARAMETER = 6000  # characters; MLflow cuts longer ones without a word
 LONGEST_NAME = 250  # characters of a metric
 POLL_S = 1.0
+STATUS = {RunState.COMPLETED: "FINISHED", RunState.FAILED: "FAILED", RunState.RUNNING: "RUNNING"}
+"""MLflow's word for a run's state; every other state is KILLED there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +36,99 @@ class Artifact:
     folder: str
 
 
+class Sender:
+    """Brings what a run's outbox holds to MLflow; whoever calls it says when. Needs no lease."""
+
+    def __init__(self, ledger: Ledger, run: RunRecord, config: Config, home: Path, uri: str | None = None) -> None:
+        self._ledger, self._run, self._config = ledger, run, config
+        self._artifact_root = home / "mlartifacts"
+        self.uri = uri or tracking_uri(config, home)
+        self.mlflow_run_id = run.mlflow_run_id
+
+    def open(self) -> str:
+        """Find or make the MLflow run of this run, and describe it; returns its id.
+
+        A crash between making it and noting it in the ledger, or before it was described, is mended. Run ids count up
+        in each ledger, and several ledgers may share a server: the start time tells runs of one id apart.
+        """
+        client = _client(self.uri)
+        experiment = _experiment(client, self._config.tracking.experiment, self._artifact_root, self.uri)
+        same = f"tags.`{RUN_TAG}` = '{self._run.run_id}' and attributes.start_time = {self._run.t0_ms}"
+        found = client.search_runs([experiment], same, max_results=1)
+        if found:
+            run = found[0]
+        else:
+            tags = {RUN_TAG: self._run.run_id, "mlflow.source.name": "moonshift"}
+            run = client.create_run(experiment, start_time=self._run.t0_ms, tags=tags, run_name=self._run.run_id)
+        run_id: str = run.info.run_id
+        self.mlflow_run_id = run_id
+        self._describe(client, set(run.data.params))
+        return run_id
+
+    def send(self) -> int:
+        """Send every point that MLflow does not have yet; returns how many."""
+        client = _client(self.uri)
+        count = 0
+        while points := self._ledger.pending_metrics(self._run.run_id, limit=1000):
+            client.log_batch(self.mlflow_run_id, metrics=[self._metric(point) for point in points])
+            self._ledger.mark_sent([point.id for point in points])
+            count += len(points)
+        return count
+
+    def send_artifacts(self, artifacts: list[Artifact]) -> None:
+        """Copy files and folders into the MLflow run."""
+        client = _client(self.uri)
+        for artifact in artifacts:
+            if artifact.path.is_dir():
+                client.log_artifacts(self.mlflow_run_id, str(artifact.path), artifact.folder)
+            else:
+                client.log_artifact(self.mlflow_run_id, str(artifact.path), artifact.folder)
+
+    def set_status(self, status: str, *, end_ms: int | None = None) -> None:
+        """Show the MLflow run as RUNNING, or as ended: FINISHED, FAILED or KILLED. No change where it is shown so."""
+        client = _client(self.uri)
+        if client.get_run(self.mlflow_run_id).info.status == status:
+            return
+        if status == "RUNNING":
+            client.update_run(self.mlflow_run_id, status=status)
+        else:
+            client.set_terminated(self.mlflow_run_id, status, end_ms)
+
+    def _describe(self, client: Any, known: set[str]) -> None:
+        """Send the parameters that the MLflow run lacks, and the config with them; a sent one cannot be changed."""
+        from mlflow.entities import Param
+
+        values = [(key, mask(key, value)) for key, value in flatten(self._config).items() if key not in known]
+        parameters = [Param(key, _cut(str(value))) for key, value in values]
+        for start in range(0, len(parameters), 100):
+            client.log_batch(self.mlflow_run_id, params=parameters[start : start + 100])
+        if parameters:
+            client.log_text(self.mlflow_run_id, to_yaml(self._config), "config.yaml")
+
+    def _metric(self, point: MetricPoint) -> Any:
+        from mlflow.entities import Metric
+
+        return Metric(metric_name(point.key), point.value, timestamp(self._run, point.step), point.step)
+
+
 class Tracker:
     """Sends one run's metrics, parameters and artifacts to MLflow from a thread of its own."""
 
     def __init__(self, ledger: Ledger, lease: Lease, config: Config, home: Path) -> None:
-        self._ledger, self._lease, self._config = ledger, lease, config
-        self._run = ledger.run(lease.run_id)
-        self.uri = tracking_uri(config, home)
-        self._artifact_root = home / "mlartifacts"
+        self._ledger, self._lease, self._settings = ledger, lease, config.tracking
+        self._sender = Sender(ledger, ledger.run(lease.run_id), config, home)
+        self.uri = self._sender.uri
         self._wake = threading.Event()
         self._closing = threading.Event()
         self.artifacts: list[Artifact] = []
         self._status = "FINISHED"
-        self.mlflow_run_id: str | None = self._run.mlflow_run_id
         self.error: str | None = None
         self._opened = False
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
 
     def start(self) -> None:
         """Begin sending; returns at once."""
-        if self._config.tracking.enabled:
+        if self._settings.enabled:
             self._thread.start()
 
     def notify(self) -> None:
@@ -64,12 +141,12 @@ class Tracker:
         Waits for the flush deadline at most. Returns whether everything was delivered; what was not stays in the
         ledger's outbox.
         """
-        if not self._config.tracking.enabled:
+        if not self._settings.enabled:
             return True
         self._status = status
         self._closing.set()
         self._wake.set()
-        self._thread.join(self._config.tracking.flush_timeout_s)
+        self._thread.join(self._settings.flush_timeout_s)
         return not self._thread.is_alive() and self.error is None
 
     def _work(self) -> None:
@@ -84,57 +161,66 @@ class Tracker:
             try:
                 self._send(closing)
                 self.error, delay = None, POLL_S
-            except (MlflowException, SQLAlchemyError, OSError) as error:
+            # a ledger that is locked for long must not end the sender: the points are sent later
+            except (MlflowException, SQLAlchemyError, OSError, MoonshiftError) as error:
                 self.error, delay = f"{type(error).__name__}: {error}", min(60.0, delay * 2)
-                log.warning("MLflow at %s is not reachable, points stay in the ledger: %s", self.uri, self.error)
+                log.warning("metrics not sent to MLflow at %s, they stay in the ledger: %s", self.uri, self.error)
             if closing:
                 return
 
     def _send(self, closing: bool) -> None:
-        client = _client(self.uri)
         if not self._opened:
-            self._open(client)
-        while points := self._ledger.pending_metrics(self._lease.run_id, limit=1000):
-            client.log_batch(self.mlflow_run_id, metrics=[self._metric(point) for point in points])
-            self._ledger.mark_sent([point.id for point in points])
+            self._ledger.set_mlflow_run_id(self._lease, self._sender.open())
+            self._sender.set_status("RUNNING")
+            self._opened = True
+        self._sender.send()
         if closing:
-            for artifact in self.artifacts:
-                if artifact.path.is_dir():
-                    client.log_artifacts(self.mlflow_run_id, str(artifact.path), artifact.folder)
-                else:
-                    client.log_artifact(self.mlflow_run_id, str(artifact.path), artifact.folder)
-            client.set_terminated(self.mlflow_run_id, self._status)
+            self._sender.send_artifacts(self.artifacts)
+            self._sender.set_status(self._status)
 
-    def _open(self, client: Any) -> None:
-        """Find or make the MLflow run of this run; a crash between making it and noting it in the ledger is mended."""
-        experiment = _experiment(client, self._config.tracking.experiment, self._artifact_root, self.uri)
-        found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self._run.run_id}'", max_results=1)
-        if found:
-            run_id: str = found[0].info.run_id
-            client.update_run(run_id, status="RUNNING")
-        else:
-            tags = {RUN_TAG: self._run.run_id, "mlflow.source.name": "moonshift"}
-            run = client.create_run(experiment, start_time=self._run.t0_ms, tags=tags, run_name=self._run.run_id)
-            run_id = run.info.run_id
-        self._ledger.set_mlflow_run_id(self._lease, run_id)
-        self.mlflow_run_id = run_id
-        if not found:
-            self._describe(client)
-        self._opened = True
 
-    def _describe(self, client: Any) -> None:
-        from mlflow.entities import Param
+def sync(ledger: Ledger, run_id: str, home: Path, uri: str | None = None) -> int:
+    """Send to MLflow what the outbox of a run still holds; returns how many points. A second call sends none.
 
-        values = [(key, mask(key, value)) for key, value in flatten(self._config).items()]
-        parameters = [Param(key, _cut(str(value))) for key, value in values]
-        for start in range(0, len(parameters), 100):
-            client.log_batch(self.mlflow_run_id, params=parameters[start : start + 100])
-        client.log_text(self.mlflow_run_id, to_yaml(self._config), "config.yaml")
+    The MLflow run is made where there is none, and shown as what the run came to; of a run that is going on nothing
+    else is touched, its own process sends too. Sends also where `tracking.enabled` is false: it was asked for.
 
-    def _metric(self, point: MetricPoint) -> Any:
-        from mlflow.entities import Metric
+    Args:
+        uri: MLflow's address; by default the config's, whose password the ledger does not keep.
 
-        return Metric(metric_name(point.key), point.value, timestamp(self._run, point.step), point.step)
+    Raises:
+        LedgerError: for an unknown run.
+        ConfigError: where the address held a password, and none is given.
+        ServiceError: when MLflow cannot be reached, or the run has just begun and makes its MLflow run itself; what
+            was not sent stays in the outbox.
+    """
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    run = ledger.run(run_id)
+    sender = Sender(ledger, run, config_from_json(run.config_json), home, uri)
+    if MASK in sender.uri:
+        raise ConfigError(
+            f"The ledger does not keep the password of MLflow's address {sender.uri} (tracking.mlflow_uri of run "
+            f"{run_id}). Give the whole address with --mlflow-uri."
+        )
+    if run.state is RunState.RUNNING and run.mlflow_run_id is None:
+        raise ServiceError(
+            f"Run {run_id} is RUNNING and has no MLflow run yet: its own process makes one. Wait for it; if that "
+            "process is gone, start it again with --resume."
+        )
+    try:
+        sender.open()
+        count = sender.send()
+        sender.set_status(STATUS.get(run.state, "KILLED"), end_ms=int(run.updated_at * 1000))
+    except MoonshiftError:  # a StorageError is an OSError too, and the ledger's, not MLflow's
+        raise
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise ServiceError(
+            f"MLflow at {mask('uri', sender.uri)} cannot be reached, {ledger.count_pending(run_id)} points of run "
+            f"{run_id} stay in the ledger: {error}. Start it and sync again."
+        ) from error
+    return count
 
 
 def metric_name(key: str) -> str:
