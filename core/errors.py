@@ -11,6 +11,8 @@
     ├── CheckpointError (RuntimeError)  a checkpoint that is missing, incomplete or changed
     ├── ServiceError (RuntimeError)     a server or the cluster did not start, answer or stop
     ├── StageError (RuntimeError)       a stage of a step failed
+    │   ├── MemoryLimitError            the memory ran out with the smallest pass
+    │   └── WorkerLostError             a worker process died or hangs; a new one can repeat the stage
     ├── NonFiniteError (ArithmeticError) a loss, gradient or reward is NaN or infinite
     └── StorageError (OSError)          no space, no permission, a read-only folder
 
@@ -61,6 +63,14 @@ class ServiceError(MoonshiftError, RuntimeError):
 
 class StageError(MoonshiftError, RuntimeError):
     """A stage of a step failed."""
+
+
+class MemoryLimitError(StageError):
+    """The memory ran out, and smaller passes cannot help."""
+
+
+class WorkerLostError(StageError):
+    """A worker process died, or did not answer in time; its stage can be repeated by a new one."""
 
 
 class NonFiniteError(MoonshiftError, ArithmeticError):

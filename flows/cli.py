@@ -172,6 +172,22 @@ def _config_and_overrides(config: str, overrides: list[str] | None) -> tuple[Pat
 
 
 @app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="The run's id, as `moonshift runs` shows it.")],
+    overrides: Overrides = None,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Go on with a run from the ledger, wherever its config file is now; overrides may change placement only."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from .training_run import resume_run
+
+        with terminable():
+            resume_run(run, tuple(overrides or ()), display="plain" if plain else "live", debug=debug)
+
+
+@app.command()
 def runs() -> None:
     """List the runs in the ledger."""
     from rich.console import Console

@@ -6,8 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moonshift.core.config import config_from_json, to_yaml
+from moonshift.core.errors import LedgerError
+from moonshift.infra.files import write_text
 from moonshift.infra.home import home, ledger_url, run_folder
-from moonshift.infra.ledger import Ledger
+from moonshift.infra.ledger import Ledger, RunState
 from moonshift.infra.preflight import prepare
 from moonshift.infra.report import ACCURACY, REWARD, summarize
 from moonshift.infra.services import StandingServer
@@ -39,6 +42,27 @@ def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display:
     finally:
         ledger.close()
     return summary
+
+
+def resume_run(run_id: str, overrides: tuple[str, ...], *, display: str, debug: bool) -> dict[str, Any]:
+    """Go on with a run by the config that the ledger keeps; secrets in it have to be given again.
+
+    Raises:
+        LedgerError: for a run that is unknown or complete.
+    """
+    ledger = Ledger.open(ledger_url())
+    try:
+        record = ledger.run(run_id)
+        if record.state is RunState.COMPLETED:
+            raise LedgerError(
+                f"Run {run_id} is COMPLETED; there is nothing to go on with. Start a new run to train on."
+            )
+        file = run_folder(run_id) / "config.yaml"
+        write_text(file, to_yaml(config_from_json(record.config_json)))
+    finally:
+        ledger.close()
+    given = (*overrides, f"run.id={run_id}")
+    return train_run(str(file), given, resume=True, display=display, debug=debug)
 
 
 def _drain() -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -33,6 +33,7 @@ from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
+from .recovery import learned_divisors, note_divisors, persistent
 from .roles import Roles
 from .tracking import Tracker
 
@@ -118,7 +119,7 @@ class Attempt:
         self.listener.stage_started(step, name)
         place = place or self.folder / "stages" / f"step-{step:04d}" / name
         started = time.perf_counter()
-        output, content = self._produce(place, work)
+        output, content = self._produce(name, place, work)
         seconds = time.perf_counter() - started
         base, dash, round_ = name.partition("-")
         metrics = output.metrics | {f"timing_s/{TIMING_NAMES[base]}{dash}{round_}": seconds}
@@ -136,18 +137,19 @@ class Attempt:
                 samples=output.samples,
             ),
         )
+        note_divisors(self.ledger, self.lease, metrics)
         self.tracker.notify()
         self.listener.stage_ended(step, name, metrics)
         return _reference(self.run_id, step, name, path, content)
 
-    def _produce(self, place: Path, work: Callable[[Path], StageOutput]) -> tuple[StageOutput, str]:
+    def _produce(self, stage: str, place: Path, work: Callable[[Path], StageOutput]) -> tuple[StageOutput, str]:
         temporary = place.with_name(f".{place.name}.{self.lease.attempt_id}.tmp")
         with storage_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(place.parent)
             temporary.mkdir()
             try:
-                output = work(temporary)
+                output = persistent(self, stage, work, temporary)
                 content = folder_digest(temporary)
                 publish(temporary, place)
             finally:
@@ -163,8 +165,20 @@ class Attempt:
         """Absolute folder of a stage's output."""
         return str(self.folder / ref.path)
 
+    def start_workers(self) -> None:
+        """Start the workers of every role."""
+        self.roles = Roles(self.config, self.plan, self._note)
+
+    def _note(self, kind: str, detail: dict[str, Any]) -> None:
+        self.ledger.event(self.run_id, kind, detail, self.lease.attempt_id)
+
     def restore(self) -> None:
-        """Load the newest checkpoint that verifies, or the initial policy."""
+        """Load the newest checkpoint that verifies, or the initial policy, and tell where the run begins."""
+        self.load()
+        self.listener.started(self.run_id, self.version + 1, self.plan.steps)
+
+    def load(self) -> None:
+        """Bring the workers to the newest checkpoint that verifies, or to the initial policy."""
         newest = snapshots.newest(self.checkpoints)
         folder = None
         if newest is not None:
@@ -173,8 +187,9 @@ class Attempt:
                 raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
             folder = str(place)
         critic = self.prepared.critic_folder
-        self.version = self.roles.model.load(str(self.initial), folder, str(critic) if critic else None)
-        self.listener.started(self.run_id, self.version + 1, self.plan.steps)
+        self.version = self.roles.model.load(
+            str(self.initial), folder, str(critic) if critic else None, learned_divisors(self.ledger, self.run_id)
+        )
 
     def steps_left(self) -> range:
         """Steps to walk through: from the restored version on, so that its own stages are completed too.
@@ -260,8 +275,8 @@ def open_attempt(
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
-        attempt.roles = Roles(prepared.config, prepared.plan)
-        stack.callback(attempt.roles.stop)
+        attempt.start_workers()
+        stack.callback(lambda: attempt.roles.stop())  # those of the end, not of the start
         yield attempt
 
 

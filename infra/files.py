@@ -125,3 +125,9 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove what is in a folder; the folder stays."""
+    for path in folder.iterdir():
+        remove(path) if path.is_dir() else path.unlink()

@@ -35,6 +35,11 @@ def models_folder() -> Path:
     return home() / "models"
 
 
+def stacks_folder() -> Path:
+    """Stacks of workers that did not answer."""
+    return home() / "stacks"
+
+
 def run_folder(run_id: str) -> Path:
     """Stages and checkpoints of one run."""
     return home() / "runs" / run_id

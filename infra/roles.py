@@ -1,26 +1,32 @@
 """Typed handles on the workers: the only place that waits on Ray, and every wait has a deadline."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moonshift.core.config import to_json
 from moonshift.core.config.schema import Config
-from moonshift.core.errors import MoonshiftError, StageError
+from moonshift.core.errors import MoonshiftError, StageError, WorkerLostError
 from moonshift.core.plan import BatchPlan
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import Prompt
 
 from .cluster import has_gpu, workers_home
 from .files import as_storage_error
-from .home import home
+from .home import home, stacks_folder
+from .workers import stacks
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker, write_scores
+
+Note = Callable[[str, dict[str, Any]], None]
+"""Told of what happened: a kind, and its detail as plain values."""
 
 
 class Role(StrEnum):
@@ -34,19 +40,35 @@ class Role(StrEnum):
 class _Handle:
     """One Ray actor, its role's name for messages, and the deadline of its calls."""
 
-    def __init__(self, actor: Any, role: Role, config: Config) -> None:
+    def __init__(self, actor: Any, role: Role, config: Config, note: Note) -> None:
         self._actor = actor
         self._role = role
+        self._note = note
         self._start_timeout_s = config.recovery.start_timeout_s
-        self._stage_timeout_s = config.recovery.stage_timeout_s
+        self.deadline_s = config.recovery.stage_timeout_s
+        """seconds that a call may take from now on"""
+        self._pid = actor.identify.remote()
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Start a call and go on."""
         return getattr(self._actor, method).remote(*arguments)
 
     def end(self, reference: Any, method: str, timeout_s: float | None = None) -> Any:
-        """Wait for a call that was begun."""
-        return wait(reference, f"{method} of role {self._role}", timeout_s or self._stage_timeout_s)
+        """Wait for a call that was begun; the stack of a worker that does not answer is noted."""
+        what = f"{method} of role {self._role}"
+        try:
+            return wait(reference, what, timeout_s or self.deadline_s)
+        except WorkerLostError as error:
+            self._note("worker_lost", {"call": what, "error": str(error), "stack": self._stack()})
+            raise
+
+    def _stack(self) -> str:
+        """Of a worker that is alive on this machine, else empty."""
+        try:
+            pid: Any = ray.get(self._pid, timeout=1.0)
+        except RayError:
+            return ""
+        return stacks.dump(stacks_folder(), pid) if psutil.pid_exists(pid) and not os.environ.get("RAY_ADDRESS") else ""
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         return self.end(self.begin(method, *arguments), method, timeout_s)
@@ -55,9 +77,15 @@ class _Handle:
 class ModelHandle(_Handle):
     """The roles actor, rollout and ref."""
 
-    def load(self, initial: str, checkpoint: str | None, critic: str | None = None) -> int:
+    def load(
+        self,
+        initial: str,
+        checkpoint: str | None,
+        critic: str | None = None,
+        divisors: Mapping[str, int] | None = None,
+    ) -> int:
         """Load weights; returns their policy version."""
-        return self._call("load", initial, checkpoint, critic, timeout_s=self._start_timeout_s)
+        return self._call("load", initial, checkpoint, critic, divisors, timeout_s=self._start_timeout_s)
 
     def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
         """Supervised fine-tuning; the model goes to `out/model`."""
@@ -91,16 +119,16 @@ class ModelHandle(_Handle):
 class RewardHandle:
     """The role reward: `reward.num_workers` processes that share the samples of a batch."""
 
-    def __init__(self, actors: list[Any], config: Config) -> None:
-        self._workers = [_Handle(actor, Role.REWARD, config) for actor in actors]
+    def __init__(self, actors: list[Any], config: Config, note: Note) -> None:
+        self.workers = [_Handle(actor, Role.REWARD, config, note) for actor in actors]
 
     def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> dict[str, list[float]]:
         """Grade a rollout batch of `num_samples` rows into `out`; returns the scores by component, in row order."""
-        cuts = [round(index * num_samples / len(self._workers)) for index in range(len(self._workers) + 1)]
+        cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
         shares = [range(start, stop) for start, stop in pairwise(cuts) if stop > start]
         started = [
             (worker, worker.begin("grade", list(prompts), rollouts, share))
-            for worker, share in zip(self._workers, shares, strict=False)
+            for worker, share in zip(self.workers, shares, strict=False)
         ]
         parts = [worker.end(reference, "grade") for worker, reference in started]
         graded = {name: [value for part in parts for value in part[name]] for name in parts[0]}
@@ -111,7 +139,8 @@ class RewardHandle:
 class Roles:
     """All workers of an attempt. They are not detached: they end with this process."""
 
-    def __init__(self, config: Config, plan: BatchPlan) -> None:
+    def __init__(self, config: Config, plan: BatchPlan, note: Note) -> None:
+        """`note(kind, detail)` is told when a worker was lost."""
         role = Role.ACTOR_ROLLOUT_REF if config.needs_reference else Role.ACTOR_ROLLOUT
         gpus = 1 if config.trainer.device != "cpu" and has_gpu() else 0
         text = to_json(config)
@@ -124,9 +153,14 @@ class Roles:
         model = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=gpus, **options).remote(text, plan)
         graders = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options)
         rewards = [graders.remote(text) for _ in range(config.reward.num_workers)]
-        self.model = ModelHandle(model, role, config)
-        self.reward = RewardHandle(rewards, config)
+        self.model = ModelHandle(model, role, config, note)
+        self.reward = RewardHandle(rewards, config, note)
         self._actors = [model, *rewards]
+
+    def set_deadline(self, seconds: float) -> None:
+        """How long each call of a stage may take from now on."""
+        for handle in (self.model, *self.reward.workers):
+            handle.deadline_s = seconds
 
     def stop(self) -> None:
         """End the workers at once."""
@@ -142,14 +176,16 @@ def wait(reference: Any, what: str, timeout_s: float) -> Any:
     """Wait for a Ray result.
 
     Raises:
-        StageError: after the deadline, or when the worker died, saying which and why.
+        WorkerLostError: after the deadline, or when the worker died, saying which and why.
+        StageError: any other failure of the call.
         MoonshiftError: the error that the worker itself raised.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise StageError(
-            f"{what} did not answer within {timeout_s:.0f} s; raise recovery.stage_timeout_s if it needs longer."
+        raise WorkerLostError(
+            f"{what} did not answer within {timeout_s:.0f} s; raise recovery.stage_patience_s, or "
+            "recovery.stage_timeout_s, if it needs longer."
         ) from error
     except RayTaskError as error:
         cause = error.cause
@@ -158,6 +194,16 @@ def wait(reference: Any, what: str, timeout_s: float) -> Any:
             raise refused from error
         raise StageError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise StageError(f"{what} ended because its worker process died: {error}") from error
+        raise WorkerLostError(f"{what} ended because its worker process died: {_reason(error)}") from error
     except RayError as error:
         raise StageError(f"{what} failed in Ray: {error}") from error
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's words, and the kernel's where the memory limit of this container killed processes."""
+    events = Path("/sys/fs/cgroup/memory.events")
+    killed = 0
+    if events.is_file():
+        counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
+        killed = int(counts.get("oom_kill", 0))
+    return f"{error}" + (f" The kernel has killed {killed} process(es) here for want of memory." if killed else "")

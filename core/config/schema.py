@@ -322,7 +322,12 @@ class CheckpointSection(Section):
 class RecoverySection(Section):
     lease_s: Positive = Field(60.0, description="seconds without a sign of life after which another attempt may go on")
     start_timeout_s: Positive = Field(600.0, description="seconds a server, Ray or a worker may take to start")
-    stage_timeout_s: Positive = Field(3600.0, description="seconds one stage may take")
+    stage_timeout_s: Positive = Field(3600.0, description="seconds one stage may take at the most")
+    stage_patience: Annotated[float, Field(ge=2)] = Field(
+        20.0, description="times its longest duration in this run that a stage may take before its worker is replaced"
+    )
+    stage_patience_s: Positive = Field(300.0, description="seconds that a stage may always take, whatever its history")
+    stage_retries: Size = Field(2, description="times a stage is repeated by a new worker after one was lost")
 
 
 class TrackingSection(Section):

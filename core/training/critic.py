@@ -17,6 +17,7 @@ from ..config.schema import Config
 from ..errors import ModelError
 from ..plan import BatchPlan
 from .log_probs import TokenLayout, lay_out
+from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 from .model_folder import LOAD_FAULTS, check_folder, no_progress_bars
@@ -88,15 +89,20 @@ class CriticEngine(MiniBatchTrainer):
         self.critic = model
         self.settings = critic
         self.max_response_length = config.data.max_response_length
+        self.forward_limit = MemoryLimit("log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens)
         self.drop_last = config.actor_rollout_ref.actor.drop_last
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Ragged:
-        """One float32 value a response token."""
+        """One float32 value a response token, in passes that fit the memory."""
+        longest = int(sample_lengths(batch).max())
+        return self.forward_limit.run(lambda size, tokens: self._values(batch, size, tokens), longest, lambda: None)
+
+    def _values(self, batch: Batch, size: int, tokens: int | None) -> Ragged:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         parts, order = [], []
         every, lengths = torch.arange(len(batch)), sample_lengths(batch)
-        for rows in micro_batches(every, lengths, self.cut.micro_batch_size, self.cut.max_tokens):
+        for rows in micro_batches(every, lengths, size, tokens):
             layout = lay_out(prompts, responses, rows, self.device)
             found = response_values(self.critic, layout).cpu()
             parts.append(Batch({"values": Ragged.from_padded(found, layout.response_mask.cpu())}))

@@ -19,6 +19,7 @@ from ..plan import BatchPlan
 from .correction import MEASURE_ONLY, bypass_rule
 from .log_probs import TokenLayout, lay_out, response_log_probs
 from .measures import mismatch
+from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 
@@ -36,21 +37,30 @@ class TorchTrainEngine(MiniBatchTrainer):
         self.policy = model
         self.vocab_limit = vocab_limit
         self.drop_last = actor.drop_last
+        self.forward_limit = MemoryLimit("log_prob", plan.log_prob.micro_batch_size, plan.log_prob.max_tokens)
         self.loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
         self.agg_mode = self.loss.agg_mode or actor.loss_agg_mode
         self.bypass = bypass_rule(config)
         self._options = policy_loss_options(config, self.loss.options)
         self._selected: Tensor | None = None
-        self._corrections: list[RolloutCorrection] = []
+        self._corrections: dict[int, list[RolloutCorrection]] = {}
+        """parts of the update's mini-batches, by their index"""
         self._largest = 0.0
         """largest difference of probabilities seen in the update"""
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Batch:
         """`batch` with the ragged float32 columns `log_probs` and `entropy`, one value a response token."""
-        cut = self.plan.log_prob
-        columns = forward_log_probs(self.policy, batch, cut.micro_batch_size, self._scoring(), cut.max_tokens)
-        return batch.with_columns(columns)
+        return batch.with_columns(self.forward(self.policy, batch))
+
+    def forward(self, model: PreTrainedModel, batch: Batch, limit: MemoryLimit | None = None) -> dict[str, Ragged]:
+        """`log_probs` and `entropy` under the policy or the reference, in passes that fit the memory."""
+        limit = limit or self.forward_limit
+
+        def work(size: int, tokens: int | None) -> dict[str, Ragged]:
+            return forward_log_probs(model, batch, size, self._scoring(), tokens)
+
+        return limit.run(work, int(sample_lengths(batch).max()), lambda: None)
 
     def _scoring(self) -> "Scoring":
         return Scoring(temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit)
@@ -62,25 +72,26 @@ class TorchTrainEngine(MiniBatchTrainer):
         is exactly on-policy, `rollout_log_probs` in their place (measured, never trained on), `ref_log_probs` where
         the loss has a KL term, and `weights` where the rollouts are corrected. Returns metrics under verl's names.
         """
-        self._corrections, self._largest = [], 0.0
+        self._corrections, self._largest = {}, 0.0
         metrics = super().update(batch, step)
         if "old_log_probs" not in batch.names:
             metrics["training/rollout_probs_diff_max"] = self._largest
         return (
-            metrics | correction_metrics(self._corrections) | {"training/optimizer_steps": float(self.optimizer_steps)}
+            metrics
+            | correction_metrics([found for parts in self._corrections.values() for found in parts])
+            | {"training/optimizer_steps": float(self.optimizer_steps)}
         )
 
-    def _accumulate(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+    def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
         self._selected = self._select(batch, mini_batch, step)
-        return super()._accumulate(batch, mini_batch, step)
+        self._corrections[mini_batch.index] = []  # those of a try that ran out of memory are dropped
 
     def _select(self, batch: Batch, mini_batch: MiniBatch, step: int) -> Tensor | None:
         """The tokens that a loss singles out over the whole mini-batch, `[B, T]` bool by the rows of `batch`."""
         if self.loss.select is None:
             return None
         rows = batch.reorder(mini_batch.rows)
-        cut = self.plan.log_prob
-        current = forward_log_probs(self.policy, rows, cut.micro_batch_size, self._scoring(), cut.max_tokens)
+        current = self.forward(self.policy, rows)
         log_probs, mask = rows.with_columns(current).padded("log_probs")
         old = rows.padded("old_log_probs")[0] if "old_log_probs" in rows.names else log_probs
         trained = rows.padded("loss_mask")[0].bool() & mask
@@ -110,7 +121,7 @@ class TorchTrainEngine(MiniBatchTrainer):
             old_log_probs,
             self._dense(batch, "advantages", rows, layout),
             mask,
-            weights=self._weights(batch, rows, layout, log_probs, mask),
+            weights=self._weights(batch, rows, layout, mini_batch, log_probs),
             **self._options,
             **self._selection(rows, layout),
         )
@@ -140,7 +151,7 @@ class TorchTrainEngine(MiniBatchTrainer):
         return {"selected": self._selected[rows, : layout.response_ids.shape[1]].to(self.device)}
 
     def _weights(
-        self, batch: Batch, rows: Tensor, layout: TokenLayout, log_probs: Tensor, mask: Tensor
+        self, batch: Batch, rows: Tensor, layout: TokenLayout, mini_batch: MiniBatch, log_probs: Tensor
     ) -> Tensor | None:
         """Importance weights of the rollouts: stored with the batch, or, with two policies, of the current one."""
         if "weights" in batch.names:
@@ -148,15 +159,16 @@ class TorchTrainEngine(MiniBatchTrainer):
         if self.bypass is None:
             return None
         sampled = self._dense(batch, "old_log_probs", rows, layout)
+        mask = self._dense(batch, "loss_mask", rows, layout).bool()
         found = rollout_correction(log_probs.detach(), sampled, mask, self.bypass)
-        self._corrections.append(found)
+        self._corrections[mini_batch.index].append(found)
         return found.weights
 
     def _mismatch(
         self, sampled: Tensor, trained: Tensor, entropy: Tensor, mask: Tensor, mini_batch: MiniBatch
     ) -> dict[str, float]:
         """On-policy, the update itself measures what the stage `log_probs` measures otherwise; shares of means."""
-        self._corrections.append(rollout_correction(trained, sampled, mask, MEASURE_ONLY))
+        self._corrections[mini_batch.index].append(rollout_correction(trained, sampled, mask, MEASURE_ONLY))
         share = int(mask.sum()) / mini_batch.num_tokens
         found = mismatch(sampled[mask], trained[mask], entropy[mask])
         self._largest = max(self._largest, found.pop("training/rollout_probs_diff_max", 0.0))

@@ -18,6 +18,7 @@ from ..config.schema import OptimSection
 from ..errors import ModelError, NonFiniteError
 from ..plan import TrainPlan
 from .log_probs import TokenLayout
+from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .schedule import learning_rate
 
@@ -64,6 +65,7 @@ class MiniBatchTrainer:
         self.grad_clip = grad_clip
         self.steps = steps
         self.drop_last = False
+        self.limit = MemoryLimit(self.kind, plan.micro_batch_size, plan.max_tokens)
         self.optimizer_steps = 0
         self.version = 0
         self.optimizer = self._new_optimizer()
@@ -96,6 +98,7 @@ class MiniBatchTrainer:
         return totals.reduced(counters) | {
             f"{self.kind}/lr": rate,
             "training/dropped_samples": float(self._left_out(batch)),
+            **self.limit.metrics(),
         }
 
     def _mini_batches(self, batch: Batch, step: int) -> Iterator[MiniBatch]:
@@ -122,10 +125,9 @@ class MiniBatchTrainer:
         skipped = {f"{self.kind}/skipped_updates": 0.0, f"{self.kind}/empty_batches": 0.0}
         if mini_batch.num_tokens == 0:
             return skipped | {f"{self.kind}/empty_batches": 1.0}
-        self.optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, float] = {}
         try:
-            metrics = self._accumulate(batch, mini_batch, step)
+            metrics = self._within_memory(batch, mini_batch, step)
             norm = float(clip_grad_norm_(self.model.parameters(), self.grad_clip))
         except NonFiniteError:
             norm = math.nan
@@ -137,11 +139,24 @@ class MiniBatchTrainer:
         self.optimizer_steps += 1
         return metrics | skipped | {f"{self.kind}/grad_norm": norm}
 
-    def _accumulate(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+    def _within_memory(self, batch: Batch, mini_batch: MiniBatch, step: int) -> dict[str, float]:
+        """Accumulate the gradient; where the memory runs out, drop it and begin again with passes half as large."""
+
+        def work(size: int, tokens: int | None) -> dict[str, float]:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._begin(batch, mini_batch, step)
+            return self._accumulate(batch, mini_batch, size, tokens)
+
+        longest = int(sample_lengths(batch)[mini_batch.rows].max())
+        return self.limit.run(work, longest, lambda: self.optimizer.zero_grad(set_to_none=True))
+
+    def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
+        """What is computed once over the whole mini-batch, before its first micro-batch."""
+
+    def _accumulate(self, batch: Batch, mini_batch: MiniBatch, size: int, tokens: int | None) -> dict[str, float]:
         """Gradients of all micro-batches; metrics are shares that add up."""
         metrics: dict[str, float] = {}
-        lengths = sample_lengths(batch)
-        for rows in micro_batches(mini_batch.rows, lengths, self.cut.micro_batch_size, self.cut.max_tokens):
+        for rows in micro_batches(mini_batch.rows, sample_lengths(batch), size, tokens):
             for key, value in self._backward(batch, rows, mini_batch).items():
                 metrics[key] = metrics.get(key, 0.0) + value
         return metrics

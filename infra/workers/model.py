@@ -7,6 +7,7 @@ The rollout engine serves the very tensors that are trained, so a weight sync co
 import json
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,15 +22,18 @@ from moonshift.core.plan import BatchPlan
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.training.correction import needs_old_log_probs
 from moonshift.core.training.critic import CriticEngine, load_critic
-from moonshift.core.training.engine import Scoring, TorchTrainEngine, forward_log_probs
+from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.fingerprint import weights_sha256
 from moonshift.core.training.measures import length_metrics, mismatch
+from moonshift.core.training.memory import MemoryLimit, once_more
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
 from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
 from moonshift.core.types import SamplingParams
 
 from ..engines.transformers import TransformersEngine
+from ..home import stacks_folder
+from . import stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +72,21 @@ class ModelWorker:
         torch.use_deterministic_algorithms(self.config.run.deterministic, warn_only=cuda)
         torch.set_float32_matmul_precision("high" if cuda else "highest")
 
-    def load(self, initial: str, checkpoint: str | None, critic: str | None = None) -> int:
+    def identify(self) -> int:
+        """This process's id, from then on one that writes its stack when asked (`stacks`)."""
+        return stacks.enable(stacks_folder())
+
+    def load(
+        self,
+        initial: str,
+        checkpoint: str | None,
+        critic: str | None = None,
+        divisors: Mapping[str, int] | None = None,
+    ) -> int:
         """Load the initial policy, or a checkpoint of it, the reference and the critic; returns the policy version.
 
-        `critic`: folder of the model under a fresh value head, where one is needed.
+        `critic`: folder of the model under a fresh value head, where one is needed. `divisors`: how far passes were
+        cut smaller before, by kind, when the memory ran out.
         """
         folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
         remote = self.config.actor_rollout_ref.model.trust_remote_code
@@ -95,6 +110,7 @@ class ModelWorker:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
             model = load_critic(place, device=self.device, trust_remote_code=remote)
             self.critic = CriticEngine(model, self.config, self.plan)
+        self.limits = self._new_limits(divisors or {})
         self._seed()
         if checkpoint:
             self._restore(Path(checkpoint))
@@ -118,7 +134,14 @@ class ModelWorker:
     def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
         """Generate, and write a batch of ids, log-probs and texts to `out`."""
         started = time.perf_counter()
-        batch = self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds)
+        limit = self.limits["rollout"]
+
+        def generate(sequences: int, _: int | None) -> Batch:
+            self.rollout_engine.budget(sequences)
+            return self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds)
+
+        longest = max(len(ids) for ids in order.prompt_ids) + order.params.max_new_tokens
+        batch = limit.run(generate, longest, lambda: None)
         seconds = time.perf_counter() - started
         count = order.params.n
         texts = [decode_response(ids.tolist(), self.tokenizer, self.stop_ids) for ids in batch.rows("response_ids")]
@@ -135,7 +158,7 @@ class ModelWorker:
             Path(out)
         )
         metrics = length_metrics(batch, self.config.data.max_response_length)
-        return metrics | {"rollout/tokens_per_s": metrics["response_length/total"] / seconds}
+        return metrics | {"rollout/tokens_per_s": metrics["response_length/total"] / seconds} | limit.metrics()
 
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
@@ -152,21 +175,16 @@ class ModelWorker:
             columns = {"old_log_probs": old, "entropy": entropy}
             metrics = mismatch(batch.ragged("rollout_log_probs").values, old.values, entropy.values)
         if self.reference is not None:
-            scoring = Scoring(
-                temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit
-            )
-            cut = self.plan.reference
-            assert cut is not None
-            reference = forward_log_probs(self.reference, batch, cut.micro_batch_size, scoring, cut.max_tokens)
+            reference = self.train_engine.forward(self.reference, batch, self.limits.get("reference"))
             columns["ref_log_probs"] = reference["log_probs"]
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
         Batch(columns).save(Path(out))
-        return metrics
+        return metrics | self.limits["log_prob"].metrics()
 
     def advantage(self, stages: Stages, out: str, kl_coef: float | None) -> dict[str, float]:
         """Advantages, written with all that the update needs: the redo log of the step."""
-        batch, metrics = compute_advantages(stages, self.config, kl_coef)
+        batch, metrics = once_more("advantage", lambda: compute_advantages(stages, self.config, kl_coef))
         batch.save(Path(out))
         return metrics
 
@@ -192,7 +210,9 @@ class ModelWorker:
 
     def save(self, out: str) -> None:
         """Write model, optimizer, random state and counters to `out`."""
-        folder = Path(out)
+        once_more("checkpoint", lambda: self._save(Path(out)))
+
+    def _save(self, folder: Path) -> None:
         self._save_model(folder / "model")
         save_file(_on_host(self.train_engine.optimizer_state()), folder / "optimizer.safetensors")
         if self.critic is not None:
@@ -215,6 +235,22 @@ class ModelWorker:
     def weights_sha256(self) -> str:
         """Hash of the weights that are served and trained now."""
         return weights_sha256(self.train_engine.weights())
+
+    def _new_limits(self, divisors: Mapping[str, int]) -> dict[str, MemoryLimit]:
+        """Every kind of pass by name, cut as small as the run has learned to."""
+        engine, plan = self.train_engine, self.plan
+        limits = {
+            "actor": engine.limit,
+            "log_prob": engine.forward_limit,
+            "rollout": MemoryLimit("rollout", self.config.actor_rollout_ref.rollout.max_num_seqs),
+        }
+        if plan.reference is not None:
+            limits["reference"] = MemoryLimit("log_prob", plan.reference.micro_batch_size, plan.reference.max_tokens)
+        if self.critic is not None:
+            limits |= {"critic": self.critic.limit, "values": self.critic.forward_limit}
+        for limit in limits.values():
+            limit.divisor = divisors.get(limit.what, 1)
+        return limits
 
     def _seed(self) -> None:
         """Start every generator of the process from the run's seed: a checkpoint's bytes depend on nothing else."""

@@ -10,6 +10,9 @@ from moonshift.core.errors import RewardError
 from moonshift.core.rewards import load_reward, score_sample
 from moonshift.core.types import Prompt, Sample
 
+from ..home import stacks_folder
+from . import stacks
+
 
 class RewardWorker:
     """Role reward: one process, so that a reward that crashes takes nothing else with it."""
@@ -17,6 +20,10 @@ class RewardWorker:
     def __init__(self, config_json: str) -> None:
         reward = config_from_json(config_json).reward
         self.reward = load_reward(reward.function, reward.kwargs)
+
+    def identify(self) -> int:
+        """This process's id, from then on one that writes its stack when asked (`stacks`)."""
+        return stacks.enable(stacks_folder())
 
     def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> dict[str, list[float]]:
         """Scores by component of the given rows of a rollout batch; `prompts[g]` is the prompt of group g.

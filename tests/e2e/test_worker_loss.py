@@ -1,0 +1,93 @@
+"""A worker that dies or hangs is replaced within the attempt, and the numbers are those of the run that lost none."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import MEASURED_BY_THE_CLOCK, command, environment_of, rows, start, train, wait_for_stage
+
+pytestmark = pytest.mark.slow
+
+
+def same_numbers(home: Path, unbroken: tuple[Path, Any]) -> bool:
+    series = f"select key, step, value from metrics_outbox where not ({MEASURED_BY_THE_CLOCK}) order by key, step"
+    return rows(home, series) == rows(unbroken[0], series)
+
+
+def events(home: Path, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(detail) for (detail,) in rows(home, f"select detail from events where kind = '{kind}'")]
+
+
+@pytest.mark.case("X02")
+def test_a_killed_model_worker_is_replaced_and_the_numbers_stay(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    process = start(home, server_home)
+    wait_for_stage(home, "step-0003/score", process)
+    worker = next(
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "ModelWorker" in "".join(child.cmdline())
+    )
+    worker.send_signal(signal.SIGKILL)
+    _, shown = process.communicate(timeout=300)
+    assert process.returncode == 0, shown
+    assert rows(home, "select count(*) from attempts") == [(1,)]
+    assert same_numbers(home, unbroken)
+    (lost,) = events(home, "worker_lost")
+    assert "actor_rollout_ref" in lost["call"] and "died" in lost["error"]
+
+
+def test_a_hung_reward_is_dumped_and_repeated(server_home: dict[str, str], tmp_path: Path) -> None:
+    """The reward hangs once, in the second step: its stack is in the ledger, and the run goes on."""
+    reward = tmp_path / "hangs.py"
+    reward.write_text(
+        "import pathlib, time\n"
+        f"calls, marker = [0], pathlib.Path({str(tmp_path / 'hung')!r})\n"
+        "def score(sample):\n"
+        "    calls[0] += 1\n"
+        "    if calls[0] > 200 and not marker.exists():\n"
+        "        marker.touch()\n"
+        "        time.sleep(10_000)\n"
+        "    return float(sample.response == str(sample.prompt.answer))\n"
+    )
+    home = tmp_path / "home"
+    done, summary = train(
+        home,
+        server_home,
+        f"reward.function={reward}:score",
+        "recovery.stage_patience_s=5",
+        "trainer.total_training_steps=3",
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary["state"] == "COMPLETED" and summary["attempts"] == 1 and (tmp_path / "hung").exists()
+    (lost,) = events(home, "worker_lost")
+    assert "did not answer" in lost["error"] and "hangs.py" in lost["stack"]
+
+
+def test_resume_by_the_runs_name_needs_no_config(server_home: dict[str, str], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    process = start(home, server_home)
+    wait_for_stage(home, "step-0002/rollout", process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    environment = environment_of(home, server_home)
+    done = subprocess.run(
+        command("resume", "quickstart-0001", "--plain"), env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(home, "select state from runs") == [("COMPLETED",)]
+    again = subprocess.run(
+        command("resume", "quickstart-0001", "--plain"), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode != 0 and "COMPLETED" in again.stderr and "Traceback" not in again.stderr
+    unknown = subprocess.run(
+        command("resume", "nobody", "--plain"), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert unknown.returncode != 0 and "nobody" in unknown.stderr and "Traceback" not in unknown.stderr
