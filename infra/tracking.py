@@ -115,7 +115,8 @@ class Tracker:
     """Sends one run's metrics, parameters and artifacts to MLflow from a thread of its own."""
 
     def __init__(self, ledger: Ledger, lease: Lease, config: Config, home: Path) -> None:
-        self._ledger, self._lease, self._settings = ledger, lease, config.tracking
+        self._ledger, self._lease = ledger, lease
+        self._settings = config.tracking
         self._sender = Sender(ledger, ledger.run(lease.run_id), config, home)
         self.uri = self._sender.uri
         self._wake = threading.Event()

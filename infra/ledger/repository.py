@@ -108,6 +108,12 @@ class Ledger(LedgerReader):
             row.mlflow_run_id = mlflow_run_id
             row.updated_at = time.time()
 
+    def set_steps_planned(self, lease: Lease, steps: int) -> None:
+        """Say how many steps the run has, after it was lengthened. Raises LedgerError for a lost lease."""
+        with self._write() as session:
+            checked_lease(session, lease)
+            self._run_row(session, lease.run_id).steps_planned = steps
+
     def acquire(self, run_id: str, *, lease_s: float, flow_run_id: str | None = None, resume_step: int = 0) -> Lease:
         """Become the owner of a run for `lease_s` seconds and open an attempt; the run is RUNNING from now on.
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from ..ledger import CheckpointState, Ledger
 from .audit import Audit
 from .counts import COUNTS
-from .facts import CONFIG_EVENT, Facts, Finding, Kind, gather, row
+from .facts import Facts, Finding, Kind, gather, row
 from .files import FILES
 
-__all__ = ["CONFIG_EVENT", "Finding", "Kind", "findings", "scope", "verify"]
+__all__ = ["Finding", "Kind", "findings", "scope", "verify"]
 
 
 def verify(ledger: Ledger, run_id: str, home: Path) -> list[Finding]:

@@ -9,10 +9,9 @@ from moonshift.core.config.schema import Config
 from moonshift.core.plan import BatchPlan, make_plan
 
 from ..ledger import CheckpointRecord, Ledger, RunRecord, RunState, StageRecord
+from ..run_config import changed_configs
 from .audit import Audit
 
-CONFIG_EVENT = "config"
-"""Kind of the event by which an attempt tells that it goes on with other placement: detail `{"json": …}`."""
 RESTORE = "The run's files or rows were changed by hand or by the disk: go back to a copy, or start a new run."
 
 
@@ -94,8 +93,7 @@ def gather(ledger: Ledger, run_id: str, home: Path) -> Facts:
         ConfigError, PlanError: when its config cannot be read by this version.
     """
     run, audit = ledger.run(run_id), Audit(ledger)
-    changed = [event.detail["json"] for event in ledger.events(run_id) if event.kind == CONFIG_EVENT]
-    configs = tuple(config_from_json(text) for text in (run.config_json, *changed))
+    configs = tuple(config_from_json(text) for text in (run.config_json, *changed_configs(ledger, run_id)))
     return Facts(
         ledger=ledger,
         audit=audit,
