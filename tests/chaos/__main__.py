@@ -295,7 +295,7 @@ def oom(
 def mutants(
     only: Annotated[str, typer.Option(help="Those whose name contains this text.")] = "",
 ) -> None:
-    """Break each promise on purpose, in a copy of the sources: the tests must go red for every one; exit 1 otherwise."""
+    """Break each promise on purpose, in a copy of the sources: exit 1 unless tests go red for every one."""
     chosen = [mutant for mutant in MUTANTS if only in mutant.name]
     alive = []
     for number, mutant in enumerate(chosen, start=1):
