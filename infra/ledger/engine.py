@@ -62,8 +62,8 @@ def open_engine(url: str, *, busy_timeout_s: float) -> Engine:
         raise LedgerError(f"ledger URL {_shown(url)} cannot be read: {error}. {_FORMS}") from error
     except ValueError:  # its words, and the parser's trace, may hold a part of the password
         raise LedgerError(
-            f"ledger URL {_shown(url)} has a port that is not a number, or a password with a : / ? # or @ that is not "
-            f"written as %3A %2F %3F %23 or %40. {_FORMS}"
+            f"ledger URL {_shown(url)} has a port that is not a number, or a user or password with an @ that is not "
+            f"written as %40. {_FORMS}"
         ) from None
     except ModuleNotFoundError as error:
         raise LedgerError(

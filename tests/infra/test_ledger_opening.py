@@ -102,7 +102,7 @@ def test_a_server_that_cannot_be_used_says_why_without_the_password(postgres_ser
                 "refused the log-in",
             ),
             "postgresql+psycopg://u:S3CRET@host:port/x?password=S3CRET": (LedgerError, "is not a number"),
-            "postgresql+psycopg://u:S3C:RET/S3CRET@host/x": (LedgerError, "password with a"),
+            "postgresql+psycopg://u:word@a:S3CRET@host/x": (LedgerError, "not written as %40"),
         }
         for url, (kind, words) in cases.items():
             with pytest.raises(LedgerError, match=words) as caught:
