@@ -6,7 +6,6 @@ ledger in one transaction. A committed stage is never run again; an uncommitted 
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +28,7 @@ from . import preemption, snapshots
 from .cluster import cluster
 from .draws import SELECT, Draws
 from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
+from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .preemption import noted_signals
@@ -273,7 +273,7 @@ def open_attempt(
         lease = ledger.acquire(run.run_id, lease_s=prepared.config.recovery.lease_s, flow_run_id=flow_run_id)
         stack.enter_context(noted_signals())
         stack.enter_context(_ending(ledger, lease))
-        stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
+        stack.enter_context(heartbeat(ledger, lease, prepared.config.recovery.lease_s))
         _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
@@ -345,27 +345,6 @@ def _failed(ledger: Ledger, lease: Lease, error: BaseException) -> None:
     # the first error is the one to show, and the ledger may be on the very disk that is full
     with suppress(MoonshiftError):
         ledger.release(lease, state, f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def _heartbeat(ledger: Ledger, lease: Lease, lease_s: float) -> Iterator[None]:
-    """Renew the lease from a thread; a lost lease shows at the next commit, which the ledger refuses."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(lease_s / 3):
-            try:
-                ledger.heartbeat(lease, lease_s)
-            except MoonshiftError:
-                return
-
-    thread = threading.Thread(target=beat, name="lease-heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(lease_s)
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """Everything that can be asked of the ledger; never waits for a writer, never writes."""
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-from sqlalchemy import Engine, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from moonshift.core.errors import LedgerError
 
-from .engine import ledger_errors, read_only, where
+from .faults import where
 from .models import AttemptRow, CheckpointRow, EventRow, OutboxRow, RunRow, SampleIndexRow, StageRow, StepRow
 from .records import (
     AttemptRecord,
@@ -21,20 +19,19 @@ from .records import (
     StageRecord,
 )
 from .states import FINISHED_RUN_STATES, AttemptState, CheckpointState, RunState
+from .transactions import Transactions
 
 
 class LedgerReader:
     """The questions; safe to ask from any thread, each in a short transaction of its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._read_engine = read_only(engine)
-        self._closed = threading.Event()
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._read = transactions.reading
 
     def close(self) -> None:
         """Close the pooled connections; a later call on this ledger raises LedgerError."""
-        self._closed.set()
-        self._engine.dispose()
+        self._transactions.close()
 
     def run(self, run_id: str) -> RunRecord:
         """One run. Raises LedgerError when there is none of this id."""
@@ -131,20 +128,8 @@ class LedgerReader:
         if row is None:
             newest = list(session.scalars(select(RunRow.id).order_by(RunRow.created_at.desc()).limit(5)))
             known = f"Its newest runs: {', '.join(newest)}." if newest else "It has no runs yet."
-            raise LedgerError(f"run {run_id!r} is not in ledger {where(self._engine)}. {known}")
+            raise LedgerError(f"run {run_id!r} is not in ledger {where(self._transactions.engine)}. {known}")
         return row
-
-    @contextmanager
-    def _read(self) -> Iterator[Session]:
-        with self._transaction(self._read_engine) as session:
-            yield session
-
-    @contextmanager
-    def _transaction(self, engine: Engine) -> Iterator[Session]:
-        if self._closed.is_set():
-            raise LedgerError(f"ledger {where(self._engine)} was closed. Open it again.")
-        with ledger_errors(self._engine), Session(engine) as session, session.begin():
-            yield session
 
 
 def run_record(row: RunRow) -> RunRecord:
