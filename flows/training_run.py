@@ -9,6 +9,7 @@ from rich.table import Table
 from moonshift.core.config import config_from_json, to_yaml
 from moonshift.core.errors import LedgerError
 from moonshift.infra.files import write_text
+from moonshift.infra.fork import make_fork
 from moonshift.infra.home import home, ledger_url, run_folder
 from moonshift.infra.ledger import Ledger, RunState
 from moonshift.infra.preflight import prepare
@@ -64,6 +65,16 @@ def resume_run(run_id: str, overrides: tuple[str, ...], *, display: str, debug: 
         ledger.close()
     given = (*overrides, f"run.id={run_id}")
     return train_run(str(file), given, resume=True, display=display, debug=debug)
+
+
+def fork_run(run_id: str, step: int, overrides: tuple[str, ...]) -> str:
+    """Make a run that goes on after `step` of another one, and return its id; `resume_run` starts it.
+
+    Raises:
+        MoonshiftError: see `make_fork`; nothing is left behind.
+    """
+    with Ledger.open(ledger_url()) as ledger:
+        return make_fork(ledger, run_id, step, overrides).run_id
 
 
 def _drain() -> None:

@@ -16,21 +16,22 @@ from typing import Any, Protocol
 
 import psutil
 
-from moonshift.core.algorithms import AdaptiveKlController
 from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.datasets.sampler import PromptSampler
-from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StorageError
+from moonshift.core.errors import CheckpointError, ConfigError, LedgerError, MoonshiftError, StorageError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
-from .draws import SELECT, Draws
+from .draws import SELECT, Draws, Run
 from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
 from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
+from .kl_weight import kl_weight
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
+from .origin import origin_of, settle
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .recovery import learned_divisors, note_divisors, persistent
@@ -79,14 +80,17 @@ class Attempt:
         self.ledger, self.lease, self.listener = ledger, lease, listener
         self.folder = run_folder(lease.run_id)
         self.checkpoints = self.folder / "checkpoints"
-        self.initial = prepared.model_folder
-        self.version = 0
+        self.origin = origin_of(ledger, ledger.run(lease.run_id))
+        settle(self.origin, self.folder)
+        self.initial = self.origin.initial(self.folder) or prepared.model_folder
+        self.version = self.origin.step
         data = self.config.data
         seed = self.config.run.seed if data.seed is None else data.seed
         sampler = PromptSampler(
             num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
         )
-        self.draws = Draws(ledger, lease.run_id, self.folder, self.config, sampler)
+        run = Run(run_id=lease.run_id, folder=self.folder, origin=self.origin)
+        self.draws = Draws(ledger, run, self.config, sampler)
         self.roles: Roles
         self.tracker: Tracker
 
@@ -191,6 +195,11 @@ class Attempt:
             if manifest.identity != identity_hash(self.config):
                 raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
             folder = str(place)
+        elif self.origin.step:
+            raise CheckpointError(
+                f"Run {self.run_id} has no checkpoint in {self.checkpoints} that verifies, and a fork has no other "
+                f"beginning; fork {self.origin.parent_run_id} again, or put a copy back."
+            )
         critic = self.prepared.critic_folder
         self.version = self.roles.model.load(
             str(self.initial), folder, str(critic) if critic else None, learned_divisors(self.ledger, self.run_id)
@@ -202,7 +211,7 @@ class Attempt:
         Stages that are committed are passed over; a committed update that the weights lack is applied again from its
         redo log.
         """
-        return range(max(1, self.version), self.plan.steps + 1)
+        return range(max(self.origin.step + 1, self.version), self.plan.steps + 1)
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something done every `frequency` steps (-1: at the end only) is due after `step`."""
@@ -214,27 +223,18 @@ class Attempt:
 
     @property
     def validates_first(self) -> bool:
-        """Whether held-out prompts are due before step 1; not where a restored checkpoint is past it."""
-        return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and self.version == 0
+        """Whether held-out prompts are due before the run's first step; not where a restored checkpoint is past it."""
+        at_origin = self.version == self.origin.step
+        return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and at_origin
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the initial policy is fine-tuned first; a fork's parent has done that."""
+        return bool(self.config.warm_start.steps) and not self.origin.step
 
     def kl_coef(self, step: int) -> float | None:
-        """Weight of the KL in the reward of `step`; None where there is none.
-
-        The adaptive controller's value is kept in the ledger alone: it follows from the weight and the KL that the step
-        before committed, so a resumed run has the one that the unbroken run had.
-        """
-        settings = self.config.algorithm.kl_ctrl
-        if not self.config.algorithm.use_kl_in_reward:
-            return None
-        before = self.ledger.stage(self.run_id, step - 1, "advantage")
-        if settings.type == "fixed" or before is None:
-            return settings.kl_coef
-        controller = AdaptiveKlController(
-            value=before.metrics["actor/reward_kl_penalty_coeff"],
-            target=settings.target_kl,
-            horizon=settings.horizon,
-        )
-        return controller.updated(before.metrics["actor/reward_kl_penalty"], self.plan.samples_per_step).value
+        """Weight of the KL in the reward of `step`; None where there is none."""
+        return kl_weight(self.ledger, self.run_id, self.config, self.origin, step)
 
     def sampler_state(self, step: int) -> str:
         """Position in the data after `step`, as JSON."""
@@ -244,7 +244,7 @@ class Attempt:
         """Delete what only a replay needs, for steps that every kept checkpoint covers."""
         kept = snapshots.steps_on_disk(self.checkpoints)
         covered = min(kept, default=0)
-        for step in range(1, covered + 1):
+        for step in range(self.origin.step + 1, covered + 1):
             # what a step carried over is read by the next one
             for name in ("log_probs", "advantage", *((SELECT,) if step < covered else ())):
                 place = self.folder / "stages" / f"step-{step:04d}" / name
@@ -305,7 +305,8 @@ def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunReco
                 raise ConfigError(
                     f"Run {run.run_id} cannot go on with a config that changes its mathematics:\n  "
                     + "\n  ".join(changed)
-                    + "\nPut the old values back, or start a new run without --resume."
+                    + "\nPut the old values back, start a new run without --resume, or take its state into a run with "
+                    f"other values: moonshift fork {run.run_id} --at-step N {changed[0].partition(':')[0]}=…"
                 )
             return run
     return ledger.create_run(

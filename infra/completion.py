@@ -18,13 +18,19 @@ def check_complete(attempt: "Attempt") -> int:
     """
     last = attempt.ledger.stage(attempt.run_id, attempt.plan.steps, "update")
     taken = int(last.metrics["training/optimizer_steps"]) if last else 0
-    planned = attempt.plan.optimizer_steps - _without_groups(attempt)
+    planned = attempt.origin.optimizer_steps + _planned(attempt) - _without_groups(attempt)
     if taken < planned:
         raise StageError(
             f"Run {attempt.run_id} took {taken} of {planned} planned optimizer steps: the others "
             "had no token to train on or a gradient that was not finite (actor/empty_batches, actor/skipped_updates)."
         )
     return taken
+
+
+def _planned(attempt: "Attempt") -> int:
+    """Optimizer steps of the policy planned in the run's own steps."""
+    plan = attempt.plan
+    return max(0, plan.steps - max(plan.critic_warmup, attempt.origin.step)) * plan.actor.optimizer_steps_per_step
 
 
 def _without_groups(attempt: "Attempt") -> int:

@@ -1,6 +1,5 @@
 """Everything that can be asked of the ledger; never waits for a writer, never writes."""
 
-from collections.abc import Iterator
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -44,8 +43,12 @@ class LedgerReader:
             return [run_record(row) for row in session.scalars(select(RunRow).order_by(RunRow.created_at, RunRow.id))]
 
     def latest_run(self, name: str, *, unfinished: bool) -> RunRecord | None:
-        """The newest run of a name; with `unfinished`, the newest that is neither COMPLETED nor CANCELLED."""
-        query = select(RunRow).where(RunRow.name == name).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(1)
+        """The newest run of a name; with `unfinished`, the newest that is neither COMPLETED nor CANCELLED.
+
+        Forks are passed over: they share their parent's name, not its config, and are gone on with by their id.
+        """
+        query = select(RunRow).where(RunRow.name == name, RunRow.base_step == 0)
+        query = query.order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(1)
         if unfinished:
             query = query.where(RunRow.state.not_in(FINISHED_RUN_STATES))
         with self._read() as session:
@@ -83,10 +86,10 @@ class LedgerReader:
             return [_sample_row(row) for row in session.scalars(query)]
 
     def last_step(self, run_id: str) -> int:
-        """The last step up to which all steps from 1 on are committed; 0 when there is none."""
-        query = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > 0).order_by(StepRow.step)
+        """The last step up to which all of the run's own steps are committed; when there is none, its base step."""
         with self._read() as session:
-            return contiguous(session.scalars(query))
+            base = session.scalar(select(RunRow.base_step).where(RunRow.id == run_id)) or 0
+            return last_contiguous(session, run_id, base)
 
     def checkpoints(self, run_id: str) -> list[CheckpointRecord]:
         """All checkpoints of a run by step, those whose files were deleted too."""
@@ -145,15 +148,17 @@ def run_record(row: RunRow) -> RunRecord:
         t0_ms=row.t0_ms,
         mlflow_run_id=row.mlflow_run_id,
         parent_run_id=row.parent_run_id,
+        base_step=row.base_step,
         created_at=row.created_at,
         updated_at=row.updated_at,
     )
 
 
-def contiguous(steps: Iterator[int] | list[int]) -> int:
-    """Of rising step numbers, the last before the first gap from 1 on: 3 for 1, 2, 3, 5."""
-    last = 0
-    for step in steps:
+def last_contiguous(session: Session, run_id: str, base: int) -> int:
+    """Of a run's committed steps, the last before the first gap after `base`: 3 for 1, 2, 3, 5 after 0."""
+    last = base
+    query = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > base).order_by(StepRow.step)
+    for step in session.scalars(query):
         if step != last + 1:
             break
         last = step

@@ -30,7 +30,7 @@ from .models import (
     StageRow,
     StepRow,
 )
-from .reader import LedgerReader, contiguous, run_record
+from .reader import LedgerReader, last_contiguous, run_record
 from .records import CheckpointRecord, Lease, NewRun, RunRecord, StageCommit, finite_json
 from .states import CheckpointState, RunState, StepState
 from .transactions import Transactions, never_found
@@ -72,8 +72,14 @@ class Ledger(LedgerReader):
     ) -> None:
         self.close()
 
-    def create_run(self, new: NewRun) -> RunRecord:
-        """Enter a run in state CREATED.
+    def create_run(
+        self,
+        new: NewRun,
+        *,
+        checkpoint: CheckpointRecord | None = None,
+        events: Sequence[tuple[str, dict[str, Any]]] = (),
+    ) -> RunRecord:
+        """Enter a run in state CREATED, with the checkpoint and the (kind, detail) events that it begins with, if any.
 
         Raises LedgerError for a name or id that could not safely name a folder, an id that is taken, a parent that is
         not there, or numbers out of range.
@@ -101,12 +107,19 @@ class Ledger(LedgerReader):
                 steps_planned=new.steps_planned,
                 t0_ms=int(now * 1000),
                 parent_run_id=new.parent_run_id,
+                base_step=new.base_step,
                 created_at=now,
                 updated_at=now,
             )
             session.add(row)
             session.flush()
             session.add(LeaseRow(run_id=run_id, token=0, owner=None, expires_at=0.0))
+            if checkpoint is not None:
+                session.add(_checkpoint_row(run_id, checkpoint))
+            session.add_all(
+                EventRow(run_id=run_id, attempt_id=None, at=now, kind=kind, detail=finite_json(detail))
+                for kind, detail in events
+            )
             return run_record(row)
 
         return self._transactions.write(work)
@@ -210,13 +223,17 @@ class Ledger(LedgerReader):
     def commit_step(self, lease: Lease, step: int, policy_version: int) -> None:
         """Commit a step; `policy_version` steps have been applied to the weights now.
 
-        Raises LeaseLostError for a lost lease, LedgerError for a step that is committed already, or a step below 1.
+        Raises LeaseLostError for a lost lease, LedgerError for a step that is committed already, or one that is not the
+        run's own.
         """
-        if step < 1:
-            raise LedgerError(f"step {step} of run {lease.run_id!r} cannot be committed: steps are counted from 1.")
 
         def work(session: Session) -> None:
             checked_lease(session, lease)
+            first = self._run_row(session, lease.run_id).base_step + 1
+            if step < first:
+                raise LedgerError(
+                    f"step {step} of run {lease.run_id!r} cannot be committed: steps are counted from {first}."
+                )
             if session.get(StepRow, (lease.run_id, step)) is not None:
                 raise LedgerError(f"step {step} of run {lease.run_id!r} is committed already. Go on with the next one.")
             session.add(
@@ -239,16 +256,7 @@ class Ledger(LedgerReader):
 
         def work(session: Session) -> None:
             checked_lease(session, lease)
-            session.merge(
-                CheckpointRow(
-                    run_id=lease.run_id,
-                    step=checkpoint.step,
-                    path=checkpoint.path,
-                    manifest_sha256=checkpoint.manifest_sha256,
-                    bytes=checkpoint.bytes,
-                    state=checkpoint.state,
-                )
-            )
+            session.merge(_checkpoint_row(lease.run_id, checkpoint))
 
         self._transactions.settle(work, never_found)
 
@@ -294,8 +302,7 @@ class Ledger(LedgerReader):
     def _set_state(self, session: Session, run_id: str, state: RunState) -> None:
         row = self._run_row(session, run_id)
         if state is RunState.COMPLETED:
-            steps = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > 0).order_by(StepRow.step)
-            done = contiguous(session.scalars(steps))
+            done = last_contiguous(session, run_id, row.base_step)
             if done < row.steps_planned:
                 raise LedgerError(
                     f"run {run_id!r} cannot be COMPLETED: {done} of its {row.steps_planned} planned steps are "
@@ -315,6 +322,22 @@ def _check_new_run(new: NewRun) -> None:
         raise LedgerError(f"seed {new.seed} of run {new.name!r} is out of range: choose one from 0 to 2^63 - 1.")
     if new.steps_planned < 0:
         raise LedgerError(f"run {new.name!r} plans {new.steps_planned} steps: plan 0 or more.")
+    if new.base_step < 0 or (new.base_step and (new.parent_run_id is None or new.steps_planned <= new.base_step)):
+        raise LedgerError(
+            f"run {new.name!r} cannot begin after step {new.base_step} of {new.parent_run_id or 'no parent'} and plan "
+            f"{new.steps_planned} steps: a fork names its parent, and plans more steps than it takes over."
+        )
+
+
+def _checkpoint_row(run_id: str, checkpoint: CheckpointRecord) -> CheckpointRow:
+    return CheckpointRow(
+        run_id=run_id,
+        step=checkpoint.step,
+        path=checkpoint.path,
+        manifest_sha256=checkpoint.manifest_sha256,
+        bytes=checkpoint.bytes,
+        state=checkpoint.state,
+    )
 
 
 def _next_run_id(session: Session, name: str) -> str:

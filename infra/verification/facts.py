@@ -9,6 +9,7 @@ from moonshift.core.config.schema import Config
 from moonshift.core.plan import BatchPlan, make_plan
 
 from ..ledger import CheckpointRecord, Ledger, RunRecord, RunState, StageRecord
+from ..origin import Origin, find_origin
 from ..run_config import changed_configs
 from .audit import Audit
 
@@ -19,6 +20,7 @@ class Kind(StrEnum):
     """What is wrong; only UNSENT can be mended, by `sync`."""
 
     CONFIG = "config"
+    ORIGIN = "origin"
     STEPS = "steps"
     SAMPLES = "samples"
     OPTIMIZER = "optimizer"
@@ -57,6 +59,8 @@ class Facts:
     steps: list[tuple[int, int]]
     stages: dict[tuple[int, str], StageRecord]
     checkpoints: list[CheckpointRecord]
+    origin: Origin
+    """where the run's own steps begin; of a fork without its event, no more than its row says"""
 
     @property
     def config(self) -> Config:
@@ -72,8 +76,8 @@ class Facts:
 
     @property
     def last(self) -> int:
-        """The last committed step, whatever is missing before it."""
-        return max((step for step, _ in self.steps), default=0)
+        """The last committed step, whatever is missing before it; without one, the step that the run begins after."""
+        return max((step for step, _ in self.steps), default=self.origin.step)
 
     @property
     def planned(self) -> int:
@@ -104,6 +108,7 @@ def gather(ledger: Ledger, run_id: str, home: Path) -> Facts:
         steps=audit.steps(run_id),
         stages={(record.step, record.name): record for record in ledger.stages(run_id)},
         checkpoints=ledger.checkpoints(run_id),
+        origin=find_origin(ledger, run) or Origin(parent_run_id=run.parent_run_id, step=run.base_step),
     )
 
 
