@@ -1,6 +1,5 @@
 """Everything that can be asked of the ledger; never waits for a writer, never writes."""
 
-
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 

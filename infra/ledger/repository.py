@@ -4,7 +4,6 @@ Every write is one transaction. Every write that belongs to an attempt checks th
 transaction, so a stage is either committed with its metrics and samples by the run's owner, or not at all.
 """
 
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from .models import (
 )
 from .reader import LedgerReader, last_contiguous, run_record
 from .records import CheckpointRecord, Lease, NewRun, RunRecord, StageCommit, finite_json
+from .rows import checkpoint_row, outbox_values, sample_values, stage_row
 from .states import CheckpointState, RunState, StepState
 from .transactions import Transactions, never_found
 
@@ -115,7 +115,7 @@ class Ledger(LedgerReader):
             session.flush()
             session.add(LeaseRow(run_id=run_id, token=0, owner=None, expires_at=0.0))
             if checkpoint is not None:
-                session.add(_checkpoint_row(run_id, checkpoint))
+                session.add(checkpoint_row(run_id, checkpoint))
             session.add_all(
                 EventRow(run_id=run_id, attempt_id=None, at=now, kind=kind, detail=finite_json(detail))
                 for kind, detail in events
@@ -206,12 +206,12 @@ class Ledger(LedgerReader):
         def work(session: Session) -> None:
             checked_lease(session, lease)
             _refuse_second_commit(session, lease.run_id, commit)
-            session.add(_stage_row(lease, commit, now))
+            session.add(stage_row(lease, commit, now))
             session.flush()
             if commit.samples:
-                session.execute(insert(SampleIndexRow), _sample_values(lease.run_id, commit))
+                session.execute(insert(SampleIndexRow), sample_values(lease.run_id, commit))
             if commit.metrics:
-                session.execute(insert(OutboxRow), _outbox_values(lease.run_id, commit))
+                session.execute(insert(OutboxRow), outbox_values(lease.run_id, commit))
 
         def found(session: Session) -> bool:
             locked_lease(session, lease.run_id)
@@ -256,7 +256,7 @@ class Ledger(LedgerReader):
 
         def work(session: Session) -> None:
             checked_lease(session, lease)
-            session.merge(_checkpoint_row(lease.run_id, checkpoint))
+            session.merge(checkpoint_row(lease.run_id, checkpoint))
 
         self._transactions.settle(work, never_found)
 
@@ -329,17 +329,6 @@ def _check_new_run(new: NewRun) -> None:
         )
 
 
-def _checkpoint_row(run_id: str, checkpoint: CheckpointRecord) -> CheckpointRow:
-    return CheckpointRow(
-        run_id=run_id,
-        step=checkpoint.step,
-        path=checkpoint.path,
-        manifest_sha256=checkpoint.manifest_sha256,
-        bytes=checkpoint.bytes,
-        state=checkpoint.state,
-    )
-
-
 def _next_run_id(session: Session, name: str) -> str:
     """The name and the number after the highest that an id of this form has."""
     numbered = re.compile(re.escape(name) + r"-([0-9]+)")
@@ -364,52 +353,3 @@ def _refuse_second_commit(session: Session, run_id: str, commit: StageCommit) ->
                 f"stage {commit.name!r} of step {commit.step} of run {run_id!r} reports metrics that another stage of "
                 f"this step has reported: {', '.join(twice)}. Name them apart."
             )
-
-
-def _stage_row(lease: Lease, commit: StageCommit, now: float) -> StageRow:
-    return StageRow(
-        run_id=lease.run_id,
-        step=commit.step,
-        name=commit.name,
-        attempt_id=lease.attempt_id,
-        input_digest=commit.input_digest,
-        path=commit.path,
-        digest=commit.digest,
-        seconds=commit.seconds,
-        metrics=finite_json({key: float(value) for key, value in commit.metrics.items()}),
-        committed_at=now,
-    )
-
-
-def _sample_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
-    return [
-        {
-            "run_id": run_id,
-            "step": commit.step,
-            "uid": sample.uid,
-            "epoch": sample.epoch,
-            "sample_index": sample.sample_index,
-            "reward": None if sample.reward is None or math.isnan(sample.reward) else float(sample.reward),
-            "response_tokens": sample.response_tokens,
-            "finish_reason": sample.finish_reason,
-        }
-        for sample in commit.samples
-    ]
-
-
-def _outbox_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
-    values = []
-    for key, given in commit.metrics.items():
-        value = float(given)
-        finite = math.isfinite(value)
-        values.append(
-            {
-                "run_id": run_id,
-                "key": key,
-                "step": commit.step,
-                "value": value if finite else None,
-                "value_text": None if finite else repr(value),
-                "sent": False,
-            }
-        )
-    return values
