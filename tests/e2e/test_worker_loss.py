@@ -50,7 +50,7 @@ def test_a_model_worker_that_hangs_is_replaced_and_leaves_no_process(
     """A stopped process answers to nothing, neither to the call nor to Ray's wish that it end."""
     home = tmp_path / "home"
     process = start(home, server_home, "recovery.stage_patience_s=8")
-    wait_for_stage(home, "step-0002/update", process)
+    wait_for_stage(home, "step-0003/score", process)  # later stages have a history, and so a deadline
     worker = next(
         child
         for child in psutil.Process(process.pid).children(recursive=True)
