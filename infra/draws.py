@@ -93,10 +93,14 @@ class Draws:
         return buffer.received(range(first, first + len(signal)), signal)
 
     def signal(self, rollouts: Path, scores: Path) -> list[bool]:
-        """For each group of a generation whether its samples differ by the metric."""
+        """For each group of a generation whether its samples differ by the metric; those with an error do not count."""
         metric = "score" if self._settings.metric == "score" else f"score/{self._settings.metric}"
         groups = Batch.load(rollouts).dense("group")
-        found = has_signal(Batch.load(scores).dense(metric).float(), groups)
+        graded = Batch.load(scores)
+        if metric not in graded.names and not torch.isfinite(graded.dense("score")).any():
+            return [False] * (int(groups.max()) + 1)  # no sample has a reward, so nothing has components
+        values = graded.dense(metric).float()
+        found = has_signal(values, groups, valid=torch.isfinite(values))
         return [bool(found[int((groups == group).nonzero()[0])]) for group in range(int(groups.max()) + 1)]
 
 
@@ -135,7 +139,7 @@ def _write(out: Path, groups: list[Batch]) -> None:
         for number, group in enumerate(groups)
     ]
     whole = Batch.concat(numbered)
-    scores = [name for name in whole.names if name == "score" or name.startswith("score/")]
+    scores = [name for name in whole.names if name in ("score", "reward_error") or name.startswith("score/")]
     whole.select([name for name in whole.names if name not in scores]).save(out / "rollout")
     whole.select(scores).save(out / "score")
 

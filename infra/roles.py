@@ -17,6 +17,7 @@ from moonshift.core.config import to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.errors import MoonshiftError, StageError, WorkerLostError
 from moonshift.core.plan import BatchPlan
+from moonshift.core.rewards.graded import Graded
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import Prompt
 
@@ -25,7 +26,7 @@ from .files import as_storage_error
 from .home import home, stacks_folder
 from .workers import stacks
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
-from .workers.reward import RewardWorker, write_scores
+from .workers.reward import RewardWorker, alike, write_graded
 
 Note = Callable[[str, dict[str, Any]], None]
 """Told of what happened: a kind, and its detail as plain values."""
@@ -137,8 +138,8 @@ class RewardHandle:
     def __init__(self, actors: list[Any], config: Config, note: Note) -> None:
         self.workers = [_Handle(actor, Role.REWARD, config, note) for actor in actors]
 
-    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> dict[str, list[float]]:
-        """Grade a rollout batch of `num_samples` rows into `out`; returns the scores by component, in row order."""
+    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> list[Graded]:
+        """Grade a rollout batch of `num_samples` rows into `out`; returns the results in row order."""
         cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
         shares = [range(start, stop) for start, stop in pairwise(cuts) if stop > start]
         started = [
@@ -146,8 +147,8 @@ class RewardHandle:
             for worker, share in zip(self.workers, shares, strict=False)
         ]
         parts = [worker.end(reference, "grade") for worker, reference in started]
-        graded = {name: [value for part in parts for value in part[name]] for name in parts[0]}
-        write_scores(graded, Path(out))
+        graded = alike([Graded(components=numbers, error=error) for part in parts for numbers, error in part])
+        write_graded(graded, Path(out))
         return graded
 
 

@@ -1,5 +1,6 @@
 """The ledger's index of samples, read off a rollout batch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moonshift.core.batch import Batch
@@ -7,15 +8,15 @@ from moonshift.core.batch import Batch
 from .ledger import SampleRow
 
 
-def sample_rows(rollouts: Path, scores: list[float]) -> tuple[SampleRow, ...]:
-    """One row a response, in the batch's order."""
+def sample_rows(rollouts: Path, scores: Sequence[float | None]) -> tuple[SampleRow, ...]:
+    """One row a response, in the batch's order; a score of None is a reward that failed."""
     batch = Batch.load(rollouts).select(["uid", "epoch", "sample_index", "finish_reason", "response_ids"])
     return tuple(
         SampleRow(
             uid=uid,
             epoch=int(epoch),
             sample_index=int(index),
-            reward=float(reward),
+            reward=reward,
             response_tokens=int(length),
             finish_reason=reason,
         )

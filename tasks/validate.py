@@ -1,7 +1,10 @@
 """Stage `validate`: responses to held-out prompts, graded; the weights are not touched."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from moonshift.core.rewards.graded import Graded
+from moonshift.core.rewards.summary import check_error_rate, error_rate
 from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
 
@@ -18,16 +21,22 @@ def validate(attempt: Attempt, step: int) -> StageRef:
         attempt.roles.model.rollout(order, str(out / "rollout"))
         prompts = attempt.prepared.validation.prompts
         count = len(prompts) * order.params.n
-        scores = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score"))["score"]
-        return StageOutput(metrics=_accuracy([prompt.source for prompt in prompts], scores, order.params.n))
+        graded = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score"))
+        places = list(range(order.params.n)) * len(prompts)
+        uids = [prompt.uid for prompt in prompts for _ in range(order.params.n)]
+        check_error_rate(graded, uids, places, attempt.config.reward.max_error_rate)
+        return StageOutput(metrics=_accuracy([prompt.source for prompt in prompts], graded, order.params.n))
 
     return attempt.stage(step, "validate", (), work)
 
 
-def _accuracy(sources: list[str], scores: list[float], count: int) -> dict[str, float]:
-    """`scores` has `count` values a prompt, in prompt order."""
+def _accuracy(sources: list[str], graded: Sequence[Graded], count: int) -> dict[str, float]:
+    """`graded` has `count` results a prompt, in prompt order; a mean is over those that have a score."""
     by_source: dict[str, list[float]] = {}
-    for index, value in enumerate(scores):
-        by_source.setdefault(sources[index // count], []).append(value)
+    for index, each in enumerate(graded):
+        if each.components is not None:
+            by_source.setdefault(sources[index // count], []).append(each.components["score"])
+    scores = [value for values in by_source.values() for value in values]
     means = {f"val-core/{source}/reward/mean@{count}": sum(v) / len(v) for source, v in by_source.items()}
-    return means | {"val/score/mean": sum(scores) / len(scores)}
+    whole = {"val/score/mean": sum(scores) / len(scores)} if scores else {}
+    return means | whole | {"val/reward/error_rate": error_rate(graded)}

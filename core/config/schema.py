@@ -291,7 +291,15 @@ class RewardSection(Section):
         description="reward, as package.module:name or path/to/file.py:name",
     )
     kwargs: dict[str, Any] = Field({}, description="further arguments of the reward function")
-    num_workers: Count = Field(1, description="reward processes")
+    num_workers: Count = Field(1, description="reward workers, each with a pool of processes")
+    processes_per_worker: Count | None = Field(
+        None, description="processes of a pool that grade at once; none: one a CPU"
+    )
+    timeout_s: Positive = Field(30.0, description="seconds that a sample may take before its process is ended")
+    memory_gib: Positive = Field(4.0, description="GiB that a process may take beyond what loading the reward took")
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of a stage's samples that may have an error instead of a reward; past it the run fails"
+    )
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()  # pyright: ignore[reportCallIssue]
 
 

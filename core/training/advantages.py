@@ -36,12 +36,16 @@ def compute_advantages(stages: Stages, config: Config, kl_coef: float | None = N
 
     The score of a response becomes the reward of its last token; where `algorithm.use_kl_in_reward` is on, every token
     pays for its distance to the reference. `kl_coef`: the controller's weight of that, by default the config's.
+
+    A response whose score is NaN, because its reward failed, is in no statistic and none of its tokens is trained on:
+    its group is measured over the others alone, and a group in which fewer than two are left has the advantage 0.
     """
     batch = Batch.load(Path(stages.rollout)).union(Batch.load(Path(stages.score)))
     log_probs = Batch.load(Path(stages.log_probs))
     batch = batch.union(log_probs) if log_probs.names else batch  # nothing was needed before the update
     mask = batch.padded("response_ids")[1]
     scores, metrics = _shaped_scores(batch, config)
+    valid = torch.isfinite(scores)
     rewards = torch.zeros(mask.shape)
     # an engine's response holds at least one token, its stop token: there is a last one to reward
     rewards[torch.arange(len(batch)), batch.ragged("response_ids").lengths - 1] = scores
@@ -50,25 +54,31 @@ def compute_advantages(stages: Stages, config: Config, kl_coef: float | None = N
         old, reference = batch.padded("old_log_probs")[0], batch.padded("ref_log_probs")[0]
         rewards, kl = apply_kl_in_reward(rewards, old, reference, mask, weight, config.algorithm.kl_penalty)
         metrics |= {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": weight}
-    advantages, returns = _estimate(batch, rewards, mask, stages, config)
-    metrics |= spread("critic/rewards", rewards.sum(1))
-    metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
-    signal = has_signal(scores, batch.dense("group"))
+    if config.needs_baseline:
+        valid &= torch.isfinite(_baseline(batch, stages))
+    advantages, returns = _estimate(batch, rewards, mask, valid, stages, config)
+    counted = mask & valid[:, None]
+    metrics |= spread("critic/rewards", rewards[valid].sum(1))
+    metrics |= spread("critic/advantages", advantages[counted]) | spread("critic/returns", returns[counted])
+    signal = has_signal(scores, batch.dense("group"), valid=valid)
     metrics["training/groups_without_signal"] = float((~signal).double().mean())
-    trained = mask & ~_cut_off(batch)[:, None] if config.algorithm.mask_truncated else mask
+    trained = counted & ~_cut_off(batch)[:, None] if config.algorithm.mask_truncated else counted
     metrics["training/masked_samples"] = float((mask.any(1) & ~trained.any(1)).sum())
     columns, measured = _corrected(batch, trained, config)
     columns |= {"advantages": Ragged.from_padded(advantages, mask)}
     if config.needs_critic:
         columns |= {"returns": Ragged.from_padded(returns, mask), "values": batch["values"]}
-        metrics["critic/vf_explained_var"] = float(explained_variance(batch.padded("values")[0], returns, mask))
+        metrics["critic/vf_explained_var"] = float(explained_variance(batch.padded("values")[0], returns, counted))
     return batch.select(["prompt_ids", "response_ids"]).with_columns(columns), metrics | measured
 
 
 def _shaped_scores(batch: Batch, config: Config) -> tuple[Tensor, dict[str, float]]:
-    """`[B]` float32: the scores, less the price of overlong answers where it is asked for; metrics of both."""
+    """`[B]` float32: the scores, less the price of overlong answers where it is asked for; metrics of both.
+
+    A missing score stays NaN, and out of the metrics.
+    """
     scores = batch.dense("score").float()
-    metrics = spread("critic/score", scores)
+    metrics = spread("critic/score", scores[torch.isfinite(scores)])
     buffer = config.reward.overlong_buffer
     if not buffer.enable:
         return scores, metrics
@@ -85,7 +95,14 @@ def _shaped_scores(batch: Batch, config: Config) -> tuple[Tensor, dict[str, floa
     return scores + penalty, metrics
 
 
-def _estimate(batch: Batch, rewards: Tensor, mask: Tensor, stages: Stages, config: Config) -> tuple[Tensor, Tensor]:
+def _baseline(batch: Batch, stages: Stages) -> Tensor:
+    """`[B]` float32: the score of the greedy response to each row's prompt; NaN where that one's reward failed."""
+    return Batch.load(Path(stages.score) / "baseline").dense("score").float()[batch.dense("group")]
+
+
+def _estimate(
+    batch: Batch, rewards: Tensor, mask: Tensor, valid: Tensor, stages: Stages, config: Config
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns `[B, T]` by the estimator that the config names, given what it needs and no more."""
     algorithm = config.algorithm
     estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
@@ -94,12 +111,11 @@ def _estimate(batch: Batch, rewards: Tensor, mask: Tensor, stages: Stages, confi
     if "values" in estimator.needs:
         arguments["values"] = batch.padded("values")[0]
     if "baseline_scores" in estimator.needs:
-        greedy = Batch.load(Path(stages.score) / "baseline").dense("score").float()
-        arguments["baseline_scores"] = greedy[batch.dense("group")]
+        arguments["baseline_scores"] = _baseline(batch, stages)
     if "reward_components" in estimator.needs:
         arguments["reward_components"] = _components(batch)
         arguments["weights"] = dict(algorithm.gdpo_reward_weights) or None
-    return estimator.compute(rewards, mask, batch.dense("group"), **arguments)
+    return estimator.compute(rewards, mask, batch.dense("group"), valid=valid, **arguments)
 
 
 def _components(batch: Batch) -> dict[str, Tensor]:

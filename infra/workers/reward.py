@@ -1,62 +1,85 @@
-"""The workers that grade responses with the user's reward function."""
+"""The worker that grades responses with the user's reward functions, in a pool of processes of its own."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moonshift.core.batch import Batch
 from moonshift.core.config import config_from_json
-from moonshift.core.errors import RewardError
-from moonshift.core.rewards import load_reward, score_sample
+from moonshift.core.rewards.graded import Graded
 from moonshift.core.types import Prompt, Sample
 
 from ..home import stacks_folder
+from ..rewards import RewardPool
+from ..rewards.wire import packed_graded
 from . import stacks
+
+ERROR = "reward_error"
+"""Column of the reasons, empty where there is a reward."""
 
 
 class RewardWorker:
-    """Role reward: one process, so that a reward that crashes takes nothing else with it."""
+    """Role reward: owns the processes in which the user's code runs; runs none of it itself."""
 
     def __init__(self, config_json: str) -> None:
-        reward = config_from_json(config_json).reward
-        self.reward = load_reward(reward.function, reward.kwargs)
+        """Raises RewardError when the reward cannot be loaded."""
+        config = config_from_json(config_json)
+        self.pool = RewardPool(config.reward, start_timeout_s=config.recovery.start_timeout_s)
 
     def identify(self) -> int:
         """This process's id, from then on one that writes its stack when asked (`stacks`)."""
         return stacks.enable(stacks_folder())
 
-    def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> dict[str, list[float]]:
-        """Scores by component of the given rows of a rollout batch; `prompts[g]` is the prompt of group g.
+    def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> list[list[object]]:
+        """`[components, None]` or `[None, reason]` for each of the given rows of a rollout batch.
 
-        Raises:
-            RewardError: when the function raises or returns what is not a reward, naming the sample.
+        `prompts[g]` is the prompt of group g. Raises RewardError when a sample cannot be handed to a process.
         """
         batch = Batch.load(Path(rollouts)).reorder(torch.arange(rows.start, rows.stop))
-        graded: dict[str, list[float]] = {}
-        for group, response, reason, length in zip(
-            batch.rows("group"),
-            batch.rows("response"),
-            batch.rows("finish_reason"),
-            batch.ragged("response_ids").lengths.tolist(),
-            strict=True,
-        ):
-            sample = Sample(prompt=prompts[group], response=response, finish_reason=reason, response_tokens=length)
-            scores = score_sample(self.reward, sample)
-            if graded and scores.keys() != graded.keys():
-                raise RewardError(
-                    f"The reward returned the components {sorted(scores)} on {sample.prompt.uid} and "
-                    f"{sorted(graded)} before; return the same keys for every sample."
-                )
-            for name, value in scores.items():
-                graded.setdefault(name, []).append(value)
-        return graded
+        samples = [
+            Sample(prompt=prompts[group], response=response, finish_reason=reason, response_tokens=length)
+            for group, response, reason, length in zip(
+                batch.rows("group"),
+                batch.rows("response"),
+                batch.rows("finish_reason"),
+                batch.ragged("response_ids").lengths.tolist(),
+                strict=True,
+            )
+        ]
+        return [packed_graded(each) for each in self.pool.grade(samples)]
 
 
-def write_scores(graded: dict[str, list[float]], out: Path) -> None:
-    """Write the dense columns `score` and `score/<component>`, `[B]` float32, to `out`."""
-    Batch(
-        {
-            "score" if name == "score" else f"score/{name}": torch.tensor(values, dtype=torch.float32)
-            for name, values in graded.items()
-        }
-    ).save(out)
+def alike(graded: Sequence[Graded]) -> list[Graded]:
+    """The results, with an error where a sample has other components than the first that has any."""
+    names = next((each.components.keys() for each in graded if each.components), None)
+    found = []
+    for each in graded:
+        if each.components is not None and each.components.keys() != names:
+            reason = (
+                f"The reward returned the components {sorted(each.components)}, and {sorted(names or ())} for the "
+                f"samples before; return the same keys for every sample."
+            )
+            each = Graded(components=None, error=reason)
+        found.append(each)
+    return found
+
+
+def write_graded(graded: Sequence[Graded], out: Path) -> None:
+    """Write what `write_scores` writes, and the text column `reward_error`.
+
+    A sample with an error has NaN for numbers, never 0.
+    """
+    names = next((list(each.components) for each in graded if each.components), ["score"])
+    values = {name: [each.components[name] if each.components else float("nan") for each in graded] for name in names}
+    write_scores(values, out, [each.error or "" for each in graded])
+
+
+def write_scores(values: Mapping[str, Sequence[float]], out: Path, errors: Sequence[str] | None = None) -> None:
+    """Write the dense columns `score` and `score/<component>`, `[B]` float32, to `out`; NaN where there is none."""
+    columns: dict[str, Any] = {
+        "score" if name == "score" else f"score/{name}": torch.tensor(numbers, dtype=torch.float32)
+        for name, numbers in values.items()
+    }
+    Batch(columns if errors is None else columns | {ERROR: list(errors)}).save(out)

@@ -145,7 +145,9 @@ def test_every_response_is_graded_beside_its_own_prompt(tmp_path: Path, workers:
     ).save(tmp_path / "r")
     settings = config(reward__function=f"{tmp_path}/echo.py:score")
     cuts = [index * 6 // workers for index in range(workers + 1)]
-    graded: list[float] = []
+    graded: list[list[object]] = []
     for start, stop in pairwise(cuts):
-        graded += RewardWorker(to_json(settings)).grade(prompts, str(tmp_path / "r"), range(start, stop))["score"]
-    assert graded == [1.0] * 6
+        grader = RewardWorker(to_json(settings))
+        with grader.pool:
+            graded += grader.grade(prompts, str(tmp_path / "r"), range(start, stop))
+    assert graded == [[{"score": 1.0}, None]] * 6
