@@ -174,3 +174,24 @@ def test_the_answer_is_shown_as_it_was_written() -> None:
     assert final_answer("so \\boxed{ \\frac{1}{2} }.") == "\\frac{1}{2}"
     assert final_answer("The answer is **7 apples**.") == "7 apples"
     assert final_answer("#### 42\nDone.") == "42"
+
+
+@pytest.mark.slow
+def test_the_docs_list_every_wrong_verdict_of_the_library_alone() -> None:
+    """`verify(parse("$answer$"), parse(response))` with its defaults, on what can be evaluated, against the table."""
+    from math_verify import parse, verify
+
+    docs = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    table = docs.partition("### Where math-verify")[2]
+    listed = {line for line in table.splitlines() if line.startswith("| `")}
+    found = set()
+    for row in TRUTH:
+        answer = row["answer"]
+        if too_expensive(normalized(answer)):
+            continue
+        is_plain = not any(mark in answer for mark in ("$", "####", "boxed"))
+        verdict = verify(parse(f"${answer}$" if is_plain else answer), parse(row["response"]))
+        if verdict != (row["verdict"] == "1"):
+            right, wrong = ("right", "wrong") if row["verdict"] == "1" else ("wrong", "right")
+            found.add(f"| `{row['response']}` | `{answer}` | {right} | {wrong} | {row['why']} |")
+    assert found == listed
