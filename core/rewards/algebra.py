@@ -1,4 +1,4 @@
-r"""Compares two formulas by computer algebra: math-verify reads and compares, we decide about plain numbers.
+r"""Compares two formulas that math-verify reads: by their values, and by its own rules where they have none.
 
 Invariant: nothing here uses signals, so it works in every thread; what hangs is the caller's to kill, and what is known
 to be expensive never gets here (`expense`).
@@ -16,8 +16,12 @@ PRECISION = 60
 """Decimal digits of a comparison of numbers."""
 EQUAL = 40
 """Digits in which two exact numbers must agree."""
-POINTS = ((Fraction(7, 11), Fraction(13, 29)), (Fraction(19, 7), Fraction(23, 31)))
-"""First value and stride of the variables at which two formulas must agree."""
+POINTS = (
+    (Fraction(7, 11), Fraction(13, 29)),
+    (Fraction(-19, 7), Fraction(23, 31)),
+    (Fraction(-5, 13), Fraction(-17, 19)),
+)
+"""First value and stride of the variables at which formulas must agree: negative too, where |x| is not x."""
 FAULTS = (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError, KeyError)
 """What SymPy raises on formulas that it cannot handle."""
 
@@ -29,11 +33,12 @@ def same_formula(answer: str, right: str) -> bool:
         return False
     if _is_number(left) and _is_number(reference):
         return _same_number(left, reference)
+    agree = _agree_at_points(left, reference)
+    if agree is not None:
+        return agree
     from math_verify import verify
 
-    if not verify(reference, left, timeout_seconds=None, allow_set_relation_comp=True):
-        return False
-    return _agree_at_points(left, reference)
+    return verify(reference, left, timeout_seconds=None, allow_set_relation_comp=True)
 
 
 def decimal_stands_for(decimal: Quantity, formula: str) -> bool:
@@ -119,22 +124,25 @@ def _near(first: Any, second: Any) -> bool:
         return False
 
 
-def _agree_at_points(left: Any, right: Any) -> bool:
-    """Whether formulas that the library calls equal are so at points; True where they have no values there."""
+def _agree_at_points(left: Any, right: Any) -> bool | None:
+    """Whether two formulas have the same values at `POINTS`; None where one of them has no number there.
+
+    Two formulas that differ agree at a point only by chance; and unlike simplification this always ends soon.
+    """
     from sympy import Expr, Rational
 
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
-        return True
+        return None
     names = sorted(left.free_symbols | right.free_symbols, key=str)
     for first, stride in POINTS:
-        point = {}
-        for place, name in enumerate(names):
-            at = first + place * stride
-            point[name] = Rational(at.numerator, at.denominator)
+        places = [first + place * stride for place in range(len(names))]
+        point: Any = {name: Rational(at.numerator, at.denominator) for name, at in zip(names, places, strict=True)}
         try:
             values = [_value(each.subs(point)) for each in (left, right)]
         except FAULTS:
-            return True
-        if None not in values and not _near(*values):
+            return None
+        if None in values:
+            return None
+        if not _near(*values):
             return False
     return True
