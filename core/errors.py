@@ -5,7 +5,8 @@
     ├── PlanError (ValueError)          batch sizes or devices that do not fit together
     ├── DataError (ValueError)          a data file or a row
     ├── ModelError (ValueError)         a model folder, file or name
-    ├── RewardError (ValueError)        a reward function: cannot be loaded, raised, or returned what it must not
+    ├── RewardError (ValueError)        a reward function: cannot be loaded, or raised
+    │   └── RewardContractError         it returned what is no reward, or not one reward a sample
     ├── LedgerError (RuntimeError)      the ledger refused: unknown run, changed config
     │   ├── LeaseHeldError              another process owns the run
     │   ├── LeaseLostError              this process owns the run no more
@@ -45,7 +46,11 @@ class ModelError(MoonshiftError, ValueError):
 
 
 class RewardError(MoonshiftError, ValueError):
-    """A reward function cannot be loaded, raised, or returned something that is not a reward."""
+    """A reward function cannot be loaded, or it raised."""
+
+
+class RewardContractError(RewardError):
+    """A reward function returned something that is no reward, or not one reward a sample."""
 
 
 class LedgerError(MoonshiftError, RuntimeError):

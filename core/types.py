@@ -43,6 +43,10 @@ class Prompt:
     """file or source the row came from (`data_source` of the metrics)"""
     extra: dict[str, Any]
     """all further columns, given to the reward"""
+    answer_column: str = "answer"
+    """name of the column that `answer` came from: rewards that take columns by name get it under that name"""
+    chat: bool = False
+    """the row held a list of turns, not plain text"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

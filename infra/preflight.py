@@ -13,7 +13,7 @@ from moonshift.core.config.schema import Config
 from moonshift.core.datasets import load_prompts
 from moonshift.core.errors import ConfigError, DataError
 from moonshift.core.plan import BatchPlan, make_plan
-from moonshift.core.rewards import check_reward, load_reward
+from moonshift.core.rewards import load_rewards
 from moonshift.core.training.correction import correction_rule
 from moonshift.core.types import Prompt
 
@@ -61,7 +61,7 @@ def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
     config = loaded.config
     refuse_unsupported(config)
     refuse_contradictions(config)
-    reward = load_reward(config.reward.function, config.reward.kwargs)
+    rewards = load_rewards(config.reward)
     prompts = _load(config, config.data.train_files)
     validation = _load(config, config.data.val_files)
     examples = _load(config, config.warm_start.files)
@@ -73,7 +73,7 @@ def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
             "or set warm_start.steps to 0."
         )
     plan = make_plan(config, len(prompts))
-    check_reward(reward, [*prompts, *validation])
+    rewards.check([*prompts, *validation])
     return _tokenize(loaded, plan, prompts, validation, examples)
 
 

@@ -23,6 +23,7 @@ WANTED: dict[str, str] = {
     "str": "write text, in quotes where it looks like something else",
     "strings": "write one text or a list of texts",
     "mapping": "write a mapping: {name: value}",
+    "mappings": "write a list of mappings: [{name: value}]",
     "floats": "write numbers: [0.9, 0.999]",
     "choice": "write one of the words",
 }
@@ -81,7 +82,7 @@ def _typed(value: Any, info: KeyInfo) -> Any:
         return int(bare)
     if info.kind == "strings" and isinstance(bare, str | list):
         return tuple(_text(item) for item in (value if isinstance(value, list) else [value]))
-    if info.kind == "floats" and isinstance(bare, list):
+    if info.kind in ("floats", "mappings") and isinstance(bare, list):
         return tuple(bare)
     return bare
 
@@ -100,7 +101,7 @@ def _not_finite(given: Given) -> list[str]:
             pending.extend(value.values() if isinstance(value, dict) else value)
         found = found or (isinstance(value, float) and not math.isfinite(value))
     info = key_of(given.path)
-    is_free = info is not None and (info.kind == "mapping")
+    is_free = info is not None and info.kind in ("mapping", "mappings")
     return [f"{given.where} {given.key}: is not finite; write a finite number"] if found and is_free else []
 
 
@@ -115,7 +116,11 @@ def _fault(fault: Any, tops: Mapping[Path, Given], name: str) -> str:
     place = given.where if given else name
     if fault["type"] == "missing" and loc == info.path:
         return f"{place} {info.key}: is missing; {info.description}"
-    item = f" (item {int(loc[-1]) + 1})" if loc != info.path and loc[-1].isdigit() else ""
+    inside = loc[len(info.path) :]
+    item = f" (item {int(loc[-1]) + 1})" if inside and loc[-1].isdigit() else ""
+    if info.kind == "mappings" and len(inside) > 1:
+        name, shown = ".".join(inside[1:]), _shown(inside[-1], fault["input"])
+        return f"{place} {info.key}: item {int(inside[0]) + 1}, {name}: {fault['msg']}; given: {shown}"
     return f"{place} {info.key}: is {_shown(info.key, fault['input'])}{item}; {_allowed(fault, info)}"
 
 

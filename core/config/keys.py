@@ -15,7 +15,7 @@ from .schema import Config, Section
 
 Path = tuple[str, ...]
 """A key's parts: ("trainer", "save_freq")."""
-Kind = Literal["int", "float", "bool", "str", "choice", "strings", "floats", "mapping"]
+Kind = Literal["int", "float", "bool", "str", "choice", "strings", "floats", "mapping", "mappings"]
 CLOSE = 0.55
 """Least likeness of a suggestion, 0 to 1."""
 
@@ -140,5 +140,5 @@ def _kind(annotation: Any) -> tuple[Kind, str, tuple[str, ...]]:
         return "mapping", "mapping", ()
     assert origin is tuple, f"schema.py has a type that the loader does not read: {annotation}"
     if parts[-1] is Ellipsis:
-        return "strings", "list of str", ()
+        return ("strings", "list of str", ()) if parts[0] is str else ("mappings", "list of mappings", ())
     return "floats", f"{len(parts)} floats", ()

@@ -21,6 +21,7 @@ PATH_KEYS = {
     "warm_start.files",
     "actor_rollout_ref.model.path",
     "reward.function",
+    "reward.functions",
 }
 SOURCE = re.compile(r"[A-Za-z][\w-]+:(?![/\\])")
 """A scheme has two letters or more: `C:x` is a path."""
@@ -37,6 +38,11 @@ def located(given: Given, folders: Sequence[Path]) -> Given:
 
 
 def _located(value: Any, key: str, folders: Sequence[Path]) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _located(item, "reward.function", folders) if name == "function" else item
+            for name, item in value.items()
+        }
     text, suffix = plain(value), ""
     if not isinstance(text, str):
         return value

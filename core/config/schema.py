@@ -34,6 +34,7 @@ AdvEstimator = Literal[
 LossMode = Literal[
     "vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "reinforce"
 ]
+RewardContract = Literal["auto", "sample", "samples", "verl", "verl-batch", "trl"]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k3+"]
 
 
@@ -285,12 +286,26 @@ class OverlongBufferSection(Section):
     penalty_factor: NonNegative = Field(1.0, description="penalty at the limit, in units of reward")
 
 
+class RewardFunctionSection(Section):
+    """One of several rewards (`reward.functions`)."""
+
+    function: str = Field(..., description="package.module:name or path/to/file.py:name")
+    kwargs: dict[str, Any] = Field({}, description="further arguments of the function")
+    contract: RewardContract = Field("auto", description="how it is called; auto: read off its signature")
+    weight: float = Field(1.0, description="its value is multiplied by this in the score")
+    name: Name | None = Field(None, description="names its metric, reward/<name>/mean; none: the function's own name")
+
+
 class RewardSection(Section):
     function: str = Field(
         "moonshift.core.rewards.exact:exact_match",
         description="reward, as package.module:name or path/to/file.py:name",
     )
     kwargs: dict[str, Any] = Field({}, description="further arguments of the reward function")
+    contract: RewardContract = Field("auto", description="how it is called; auto: read off its signature")
+    functions: tuple[RewardFunctionSection, ...] = Field(
+        (), description="several rewards in its place: mappings of function, kwargs, contract, weight and name"
+    )
     num_workers: Count = Field(1, description="reward workers, each with a pool of processes")
     processes_per_worker: Count | None = Field(
         None, description="processes of a pool that grade at once; none: one a CPU"

@@ -1,19 +1,22 @@
-"""What grading one sample came to."""
+"""What grading one sample gives: its score and components, or the reason why it has none."""
 
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Graded:
-    """Numbers or a reason; exactly one of the two is set.
+    """Exactly one of the two is set. Example: `Graded({"score": 1.0, "format": 0.0}, None)`.
 
-    Example: `Graded(components={"score": 1.0}, error=None)`, `Graded(components=None, error="raised KeyError: 'x'")`.
+    Raises ValueError where both or neither are given, or `components` has no `score`.
     """
 
     components: dict[str, float] | None
-    """finite numbers by name, `score` among them"""
+    """finite numbers by name, `score` (what is trained on) among them"""
     error: str | None
-    """why there is no number"""
+    """kind of the error and message, with the user's own traceback where the reward raised"""
 
     def __post_init__(self) -> None:
-        assert (self.components is None) != (self.error is None), "a sample has numbers or a reason"
+        if (self.components is None) == (self.error is None):
+            raise ValueError("Graded takes components or an error, and not both.")
+        if self.components is not None and "score" not in self.components:
+            raise ValueError(f"Graded has no 'score' among {sorted(self.components)}.")

@@ -1,6 +1,6 @@
 """Finds a reward function by `package.module:name` or `path/to/file.py:name`.
 
-Invariant: what is loaded can be called with one Sample and the configured arguments, or a RewardError says why not.
+Invariant: what is loaded can be called in its form with the configured arguments, or a RewardError says why not.
 """
 
 import difflib
@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -18,28 +18,36 @@ from typing import Any
 
 from ..errors import RewardError
 from ..types import Sample
+from .contracts import Contract, call, check_signature, detect, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedReward:
-    """A reward function with its configured arguments; call it with a Sample."""
+    """A reward function with its configured arguments and the form it is called in."""
 
     spec: str
     """as it was given: what messages name"""
-    function: Callable[..., float | dict[str, float]]
+    function: Callable[..., Any]
     kwargs: dict[str, Any]
+    contract: Contract
+    signature: inspect.Signature
 
-    def __call__(self, sample: Sample) -> float | dict[str, float]:
-        """The function's own result, not yet checked: see `score_sample`."""
-        return self.function(sample, **self.kwargs)
+    @property
+    def own_name(self) -> str:
+        """The last part of the spec: `score` of `rewards.py:score`."""
+        return self.spec.rpartition(":")[2].rpartition(".")[2]
+
+    def call(self, samples: Sequence[Sample]) -> Any:
+        """The function's own result, not yet checked and perhaps to be awaited: see `contracts.call`."""
+        return call(self.function, self.signature, self.contract, self.kwargs, samples)
 
 
-def load_reward(spec: str, kwargs: Mapping[str, Any]) -> LoadedReward:
-    """The function at `spec`, called as `f(sample, **kwargs)`.
+def load_reward(spec: str, kwargs: Mapping[str, Any], contract: str = "auto") -> LoadedReward:
+    """The function at `spec`; `contract` says in which form it is written, auto reads that off its signature.
 
     A relative file path is taken from the working folder. Raises RewardError: no such module, file or name (with the
-    nearest names), a module that fails to import (with its traceback), not callable, async, or a signature that does
-    not take one Sample and `kwargs`.
+    nearest names), a module that fails to import (with its traceback), not callable, or a signature that does not fit
+    its form and `kwargs`.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
@@ -50,8 +58,17 @@ def load_reward(spec: str, kwargs: Mapping[str, Any]) -> LoadedReward:
         if not hasattr(function, part):
             raise RewardError(f"{spec}: {place} has no {name!r}{_candidates(name, module)}")
         function = getattr(function, part)
-    _check_signature(function, spec, kwargs)
-    return LoadedReward(spec=spec, function=function, kwargs=dict(kwargs))
+    return reward_of(function, kwargs, spec=spec, contract=contract)
+
+
+def reward_of(function: Any, kwargs: Mapping[str, Any], *, spec: str, contract: str = "auto") -> LoadedReward:
+    """A function that is already there, under the name `spec`. Raises RewardError as `load_reward` does."""
+    if not callable(function):
+        raise RewardError(f"{spec}: is a {type(function).__name__}, not a function; write def name(sample) -> float.")
+    signature = signature_of(function, spec)
+    form = detect(signature) if contract == "auto" else Contract(contract)
+    check_signature(signature, form, spec, kwargs)
+    return LoadedReward(spec=spec, function=function, kwargs=dict(kwargs), contract=form, signature=signature)
 
 
 class _Importing:
@@ -112,22 +129,3 @@ def _candidates(name: str, module: ModuleType) -> str:
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f". Functions there: {', '.join(sorted(own)) or 'none'}."
-
-
-def _check_signature(function: Any, spec: str, kwargs: Mapping[str, Any]) -> None:
-    if not callable(function):
-        raise RewardError(f"{spec}: is a {type(function).__name__}, not a function; write def name(sample) -> float.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        raise RewardError(f"{spec}: is async; write a plain def name(sample) -> float.")
-    try:
-        signature = inspect.signature(function)
-    except ValueError as error:
-        raise RewardError(f"{spec}: its signature cannot be read; wrap it in def name(sample) -> float.") from error
-    try:
-        signature.bind(object(), **kwargs)
-    except TypeError as error:
-        given = ", ".join(["sample", *(f"{key}=…" for key in kwargs)])
-        raise RewardError(
-            f"{spec}: is called as ({given}), but its signature is {signature}: {error}. "
-            f"It must take one sample; further arguments come from reward.kwargs."
-        ) from error

@@ -11,7 +11,7 @@ import pytest
 
 from moonshift.core.datasets import load_prompts
 from moonshift.core.errors import RewardError
-from moonshift.core.rewards import check_reward, load_reward, score_sample
+from moonshift.core.rewards import LoadedReward, RewardSet, WeightedReward, load_reward, reward_of
 from moonshift.core.rewards.exact import exact_match
 from moonshift.core.rewards.reasoning import extract_answer, reasoning_gym_reward
 from moonshift.core.types import Prompt, Sample
@@ -38,6 +38,22 @@ def returning(value: Any) -> Callable[[Sample], Any]:
         return value
 
     return reward
+
+
+def alone(reward: Any) -> RewardSet:
+    loaded = reward if isinstance(reward, LoadedReward) else reward_of(reward, {}, spec=reward.__qualname__)
+    return RewardSet([WeightedReward(reward=loaded)])
+
+
+def score_sample(reward: Any, each: Sample) -> dict[str, float]:
+    (graded,) = alone(reward).grade([each])
+    if graded.components is None:
+        raise RewardError(graded.error)
+    return graded.components
+
+
+def check_reward(reward: Any, prompts: list[Prompt]) -> None:
+    alone(reward).check(prompts)
 
 
 def write(file: Path, code: str) -> str:
@@ -78,7 +94,6 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
         ("{folder}/r.py:two", {}, "signature is (a, b)"),
         ("{folder}/r.py:none", {}, "is called as (sample), but"),
         ("{folder}/r.py:one", {"scale": 2}, "called as (sample, scale=…), but its signature is (sample)"),
-        ("{folder}/r.py:later", {}, "is async"),
         ("{folder}/broken.py:r", {}, "importing it raised ZeroDivisionError"),
         ("{folder}/syntax.py:r", {}, "importing it raised SyntaxError"),
         ("{folder}/needs.py:r", {}, "No module named 'no_such_part'"),
@@ -88,11 +103,7 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
 def test_a_reward_that_cannot_be_loaded_says_why(
     tmp_path: Path, spec: str, kwargs: dict[str, Any], reason: str
 ) -> None:
-    write(
-        tmp_path / "r.py",
-        "number = 1\ndef two(a, b): return 1\ndef none(): return 1\ndef one(sample): return 1\n"
-        "async def later(sample): return 1\n",
-    )
+    write(tmp_path / "r.py", "number = 1\ndef two(a, b): return 1\ndef none(): return 1\ndef one(sample): return 1\n")
     write(tmp_path / "broken.py", "1 / 0\n")
     write(tmp_path / "syntax.py", "def r(:\n")
     write(tmp_path / "needs.py", "import no_such_part\n")
