@@ -21,18 +21,19 @@ from moonshift.core.algorithms import AdaptiveKlController
 from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
-from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StageError, StorageError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
+from .data_record import record_data
 from .draws import SELECT, TRAINED, Draws
 from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
 from .home import home, ledger_url, run_folder
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
+from .prompt_sets import sampler
 from .recovery import learned_divisors, note_divisors, persistent
 from .roles import Roles
 from .tracking import Tracker
@@ -80,12 +81,7 @@ class Attempt:
         self.checkpoints = self.folder / "checkpoints"
         self.initial = prepared.model_folder
         self.version = 0
-        data = self.config.data
-        seed = self.config.run.seed if data.seed is None else data.seed
-        sampler = PromptSampler(
-            num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
-        )
-        self.draws = Draws(ledger, lease.run_id, self.folder, self.config, sampler)
+        self.draws = Draws(ledger, lease.run_id, self.folder, self.config, sampler(self.config, prepared.train))
         self.roles: Roles
         self.tracker: Tracker
 
@@ -270,6 +266,7 @@ def open_attempt(
         stack.enter_context(_ending(ledger, lease))
         stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
         ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+        record_data(ledger, lease, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())

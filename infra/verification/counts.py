@@ -114,7 +114,13 @@ def _prompts_drawn(facts: Facts, step: int) -> int | None:
 
 
 def epochs(facts: Facts) -> Iterator[Finding]:
-    """No epoch begins before the one before it has ended, and every ended one has the same prompts: none skipped."""
+    """No epoch begins before the one before it has ended, and every ended one has the same prompts: none skipped.
+
+    With data.train_weights a sample's epoch is the pass over its own source, and sources pass at their own pace.
+    """
+    if facts.config.data.train_weights:
+        yield from _passes(facts)
+        return
     reached = 0
     for step, _, first, last in facts.audit.sample_steps(facts.run.run_id):
         if first < reached:
@@ -130,6 +136,17 @@ def epochs(facts: Facts) -> Iterator[Finding]:
             where = row("samples", facts, f"epoch {epoch}")
             expected = f"each of the {whole} prompts of the epochs that have ended"
             yield Finding(kind=Kind.SAMPLES, where=where, expected=expected, found=f"{each.get(epoch, 0)} prompts")
+
+
+def _passes(facts: Facts) -> Iterator[Finding]:
+    """No pass has a prompt that the pass before it had not, so none has more prompts."""
+    each = facts.audit.prompts(facts.run.run_id)
+    for number in range(1, max(each, default=0) + 1):
+        most, found = each.get(number - 1, 0), each.get(number, 0)
+        if found > most:
+            where = row("samples", facts, f"epoch {number}")
+            expected = f"at most the {most} prompts of the pass before"
+            yield Finding(kind=Kind.SAMPLES, where=where, expected=expected, found=f"{found} prompts")
 
 
 def optimizer(facts: Facts) -> Iterator[Finding]:
