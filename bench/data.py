@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-WORDS = (
+STORY = (
     "a train leaves the station at seven with twelve wagons and each of them holds four crates of apples that weigh "
     "three kilograms how many do they carry if the farmer sold half before noon and gave nine to his neighbour"
-).split()
+)
 
 
 def write(file: Path, rows: int) -> None:
@@ -28,13 +28,13 @@ def write(file: Path, rows: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    draw = random.Random(0)
+    draw, words = random.Random(0), STORY.split()
     table = [
         {
             "data_source": draw.choice(["openai/gsm8k", "lighteval/MATH"]),
             "prompt": [
                 {"role": "system", "content": "Think step by step."},
-                {"role": "user", "content": f"{number}. " + " ".join(draw.choices(WORDS, k=draw.randint(20, 200)))},
+                {"role": "user", "content": f"{number}. " + " ".join(draw.choices(words, k=draw.randint(20, 200)))},
             ],
             "reward_model": {"style": "rule", "ground_truth": str(number)},
             "extra_info": {"index": number, "split": "train"},

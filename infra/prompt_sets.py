@@ -19,7 +19,7 @@ from moonshift.core.datasets.report import OVERLONG, DataReport, DroppedRow, Rol
 from moonshift.core.datasets.rows import Columns
 from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.datasets.token_rows import TokenRows
-from moonshift.core.training.rendering import CHUNK, Renderer, RenderFault, refuse_faults, refuse_overlong
+from moonshift.core.training.rendering import Renderer, RenderFault, refuse_faults, refuse_overlong
 from moonshift.core.types import Prompt
 
 from . import token_cache
@@ -164,8 +164,7 @@ def _rendered(
         return found
     parts: list[TokenRows] = []
     faults: list[RenderFault | None] = []
-    for start in range(0, len(prompts), CHUNK):
-        rows = renderer.render(prompts[start : start + CHUNK])
+    for rows in renderer.chunks(prompts):
         faults += [row if isinstance(row, RenderFault) else None for row in rows]
         parts.append(TokenRows.of([] if isinstance(row, RenderFault) else row for row in rows))
         progress(what, len(faults), len(prompts))

@@ -74,7 +74,7 @@ class DataSection(Section):
     max_prompt_length: Count = Field(512, description="tokens of a prompt; see on_overlong")
     on_overlong: Literal["error", "filter", "left", "right"] = Field(
         "error",
-        description="longer prompts: an error before the start, left out, or cut at the left (their beginning) or right",
+        description="longer prompts: an error before the start, left out, or cut at their left or right end",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="rows that cannot be used: an error before the start, or left out, counted and listed"

@@ -5,8 +5,11 @@ in them was written by the chat template or not at all. Text of a data row that 
 is refused with the row: it could forge a turn, and leaving it out would train on another text than the row's.
 """
 
+import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jinja2
@@ -78,10 +81,26 @@ class Renderer:
         """Token ids of each prompt, or why there are none: it spells a control token, holds a character that the
         tokenizer lacks, is refused by the template, or gives no token.
         """
-        found: list[list[int] | RenderFault] = []
-        for start in range(0, len(prompts), CHUNK):
-            found.extend(self._render(prompts[start : start + CHUNK]))
-        return found
+        return [row for chunk in self.chunks(prompts) for row in chunk]
+
+    def chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int] | RenderFault]]:
+        """The same in order, `CHUNK` prompts at a time: while the template is filled in for one chunk, those before it
+        are encoded by threads, which Python's lock does not hold up.
+        """
+        threads = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(threads, "encode") as pool:
+            waiting: deque[tuple[Sequence[Prompt], list[str | RenderFault], Future[list[list[int]]]]] = deque()
+            for start in range(0, len(prompts), CHUNK):
+                chunk = prompts[start : start + CHUNK]
+                texts = [self.text(prompt) for prompt in chunk]
+                encoded = pool.submit(self._texts.encode, [text for text in texts if isinstance(text, str)])
+                waiting.append((chunk, texts, encoded))
+                if start == 0:
+                    encoded.result()  # the first call may set the tokenizer up, which must not happen twice at once
+                if len(waiting) > threads:
+                    yield self._joined(*waiting.popleft())
+            while waiting:
+                yield self._joined(*waiting.popleft())
 
     def text(self, prompt: Prompt) -> str | RenderFault:
         """What is encoded."""
@@ -109,11 +128,14 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
-    def _render(self, prompts: Sequence[Prompt]) -> Iterator[list[int] | RenderFault]:
-        texts = [self.text(prompt) for prompt in prompts]
-        encoded = iter(self._texts.encode([text for text in texts if isinstance(text, str)]))
-        for prompt, text in zip(prompts, texts, strict=True):
-            yield text if isinstance(text, RenderFault) else self._checked(prompt, text, next(encoded))
+    def _joined(
+        self, prompts: Sequence[Prompt], texts: list[str | RenderFault], encoded: Future[list[list[int]]]
+    ) -> list[list[int] | RenderFault]:
+        ids = iter(encoded.result())
+        return [
+            text if isinstance(text, RenderFault) else self._checked(prompt, text, next(ids))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
     def _checked(self, prompt: Prompt, text: str, ids: list[int]) -> list[int] | RenderFault:
         if not ids:
