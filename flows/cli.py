@@ -165,6 +165,22 @@ def show_config(
         show_translations(loaded.translations, Console(width=width))
 
 
+@app.command("check-data")
+def check_data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what becomes of every row: used, dropped and why, lengths, duplicates, the template. Exit 2: refused."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from .data_view import check
+
+        if not check(*_config_and_overrides(config, overrides), as_json=as_json):
+            raise typer.Exit(2)
+
+
 def _config_and_overrides(config: str, overrides: list[str] | None) -> tuple[Path | None, tuple[str, ...]]:
     """The file and the overrides; a first argument `key=value` that is no file means that there is no file."""
     given = tuple(overrides or ())

@@ -18,6 +18,7 @@ from moonshift.infra.run_config import latest_config
 from moonshift.infra.services import StandingServer
 
 from .config_view import show_translations
+from .data_view import progress_bar, show_losses
 
 
 def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display: str, debug: bool) -> dict[str, Any]:
@@ -29,7 +30,10 @@ def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display:
     # the message of an error is printed once, by the command line; Prefect would print its traceback too
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO" if debug else "CRITICAL")
     with StandingServer(home()) as server:  # comes up while the preflight runs
-        show_translations(prepare(config, overrides).loaded.translations, Console(stderr=True))
+        with progress_bar(Console(stderr=True)) as progress:
+            prepared = prepare(config, overrides, progress)
+        show_translations(prepared.loaded.translations, Console(stderr=True))
+        show_losses(prepared, Console(stderr=True))
         os.environ["PREFECT_API_URL"] = server.wait_ready()
         from .post_train import post_train
 

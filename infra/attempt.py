@@ -19,12 +19,12 @@ import psutil
 from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
-from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.errors import CheckpointError, ConfigError, LedgerError, MoonshiftError, StorageError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
+from .data_record import record_data
 from .draws import SELECT, Draws, Run
 from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
 from .heartbeat import heartbeat
@@ -34,6 +34,7 @@ from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, Stage
 from .origin import origin_of, settle
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
+from .prompt_sets import sampler
 from .recovery import learned_divisors, note_divisors, persistent
 from .roles import Roles
 from .run_config import latest_config, note_config
@@ -84,13 +85,8 @@ class Attempt:
         settle(self.origin, self.folder)
         self.initial = self.origin.initial(self.folder) or prepared.model_folder
         self.version = self.origin.step
-        data = self.config.data
-        seed = self.config.run.seed if data.seed is None else data.seed
-        sampler = PromptSampler(
-            num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
-        )
         run = Run(run_id=lease.run_id, folder=self.folder, origin=self.origin)
-        self.draws = Draws(ledger, run, self.config, sampler)
+        self.draws = Draws(ledger, run, self.config, sampler(self.config, prepared.train))
         self.roles: Roles
         self.tracker: Tracker
 
@@ -291,6 +287,7 @@ def _note_beginning(ledger: Ledger, lease: Lease, run: RunRecord, prepared: Prep
     """When the process began, and what it goes on with where that is not what the run was made with."""
     ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
     note_config(ledger, lease, run, prepared.config)
+    record_data(ledger, lease, prepared)
     ledger.set_steps_planned(lease, prepared.plan.steps)
 
 

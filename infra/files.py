@@ -86,22 +86,22 @@ def write_text(path: Path, text: str) -> None:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8")
-            _flush(temporary)
+            flush(temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def publish(temporary: Path, place: Path) -> None:
     """Rename a folder into its place once all its bytes are on the disk; what lay there uncommitted goes first."""
     with storage_errors(place):
         for path in [*files_below(temporary), *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
-            _flush(path)
+            flush(path)
         if place.exists():
             remove(place)
         temporary.rename(place)
-        _flush(place.parent)
+        flush(place.parent)
 
 
 def remove(folder: Path) -> None:
@@ -138,7 +138,7 @@ def move_into(source: Path, folder: Path) -> None:
             with suppress(FileNotFoundError):  # another process does the same
                 path.rename(folder / path.name)
         for place in (folder, folder.parent):
-            _flush(place)
+            flush(place)
         with suppress(FileNotFoundError):
             source.rmdir()
 
@@ -151,7 +151,8 @@ def clear_leftovers(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,28 +5,23 @@ Invariant: after `prepare` returned, nothing that the user wrote can be wrong in
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moonshift.core.config import LoadedConfig, load_config
-from moonshift.core.config.schema import Config
-from moonshift.core.datasets import load_prompts
+from moonshift.core.config.schema import Config, DataSection
+from moonshift.core.datasets.reading import Progress, silent
 from moonshift.core.errors import ConfigError, DataError
 from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.rewards import load_rewards
 from moonshift.core.training.correction import correction_rule
-from moonshift.core.types import Prompt
 
 from .files import storage_errors
 from .home import models_folder
+from .prompt_sets import PromptSet, ReadSet, read_sets, refuse_bad_rows, render_set, sampler
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSet:
-    """Prompts and their token ids, row by row."""
-
-    prompts: list[Prompt]
-    ids: list[list[int]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,31 +45,52 @@ class Prepared:
         return self.loaded.config
 
 
-@cache
-def prepare(config_path: str, overrides: tuple[str, ...] = ()) -> Prepared:
+_PREPARED: dict[tuple[str, tuple[str, ...]], Prepared] = {}
+
+
+def prepare(config_path: str, overrides: tuple[str, ...] = (), progress: Progress = silent) -> Prepared:
     """Check everything; kept for the process, since the command line and the flow both ask.
 
     Raises:
         ConfigError, PlanError, DataError, ModelError, RewardError: each naming file, row or key and what to do.
     """
-    loaded = load_config(Path(config_path) if config_path else None, overrides)
+    asked = (config_path, overrides)
+    if asked not in _PREPARED:
+        _PREPARED[asked] = _prepare(load_config(Path(config_path) if config_path else None, overrides), progress)
+    return _PREPARED[asked]
+
+
+def _prepare(loaded: LoadedConfig, progress: Progress) -> Prepared:
     config = loaded.config
     refuse_unsupported(config)
     refuse_contradictions(config)
     rewards = load_rewards(config.reward)
-    prompts = _load(config, config.data.train_files)
-    validation = _load(config, config.data.val_files)
-    examples = _load(config, config.warm_start.files)
-    if config.data.val_max_samples is not None:
-        validation = validation[: config.data.val_max_samples]
+    sets = read_sets(config, progress)
+    refuse_bad_rows(config, sets)
+    train, validation, examples = (item.read.prompts for item in sets)
     if config.warm_start.steps and not examples:
         raise DataError(
             f"warm_start.steps is {config.warm_start.steps} but warm_start.files names no worked examples; name some "
             "or set warm_start.steps to 0."
         )
-    plan = make_plan(config, len(prompts))
-    rewards.check([*prompts, *validation])
-    return _tokenize(loaded, plan, prompts, validation, examples)
+    make_plan(config, len(train))  # what can be wrong is said before a model is brought into place
+    rewards.check([*train, *validation])
+    return _tokenize(loaded, sets, progress)
+
+
+def look_at_data(loaded: LoadedConfig, progress: Progress = silent) -> tuple[PromptSet, PromptSet, PromptSet]:
+    """The sets as a run would have them, with every row that it would refuse among those dropped; nothing is refused.
+
+    Raises:
+        DataError, ModelError: a file that cannot be read at all, or a model that is not there.
+    """
+    from moonshift.core.training.model import load_tokenizer
+
+    config = loaded.config
+    sets = read_sets(config, progress)
+    trusted = config.actor_rollout_ref.model.trust_remote_code
+    tokenizer = load_tokenizer(_model_folder(config), trust_remote_code=trusted)
+    return _render(config.data, sets, tokenizer, strict=False, progress=progress)
 
 
 def refuse_unsupported(config: Config) -> None:
@@ -123,61 +139,62 @@ def refuse_contradictions(config: Config) -> None:
         )
 
 
-def _load(config: Config, files: Sequence[str]) -> list[Prompt]:
-    if not files:
-        return []
-    data = config.data
-    return load_prompts(files, prompt_key=data.prompt_key, answer_key=data.answer_key, system_prompt=data.system_prompt)
-
-
-def _tokenize(
-    loaded: LoadedConfig,
-    plan: BatchPlan,
-    prompts: list[Prompt],
-    validation: list[Prompt],
-    examples: list[Prompt],
-) -> Prepared:
+def _tokenize(loaded: LoadedConfig, sets: Sequence[ReadSet], progress: Progress) -> Prepared:
     """Bring the model into place and turn every prompt into ids, with the function that the run uses."""
-    from moonshift.core.training.model import load_tokenizer, resolve_model, stop_ids
-    from moonshift.core.training.rendering import check_prompts, encode_text
+    from moonshift.core.training.model import load_tokenizer, stop_ids
+    from moonshift.core.training.rendering import encode_text
 
     config = loaded.config
-    model = config.actor_rollout_ref.model
-    with storage_errors(models_folder()):
-        folder = resolve_model(
-            model.path,
-            override_config=model.override_config,
-            seed=config.run.seed,
-            cache=models_folder(),
-            trust_remote_code=model.trust_remote_code,
-        )
-    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    folder = _model_folder(config)
+    tokenizer = load_tokenizer(folder, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     stops = stop_ids(tokenizer, folder)
-
-    def checked(rows: list[Prompt]) -> PromptSet:
-        ids = check_prompts(
-            rows,
-            tokenizer,
-            max_prompt_length=config.data.max_prompt_length,
-            apply_chat_template=config.data.apply_chat_template,
-        )
-        return PromptSet(prompts=rows, ids=ids)
-
+    train, validation, examples = _render(config.data, sets, tokenizer, strict=True, progress=progress)
+    plan = make_plan(config, len(train.prompts))  # fewer than were read, where some are left out
+    sampler(config, train)
     answers = [
         [*encode_text(str(example.answer), tokenizer, where=f"row {example.uid}, answer"), stops[0]]
-        for example in examples
+        for example in examples.prompts
     ]
     return Prepared(
         loaded=loaded,
         plan=plan,
         model_folder=folder,
         critic_folder=_critic_folder(config) if config.needs_critic else None,
-        train=checked(prompts),
-        validation=checked(validation),
-        examples=checked(examples),
+        train=train,
+        validation=validation,
+        examples=examples,
         example_answers=answers,
         stop_ids=stops,
     )
+
+
+def _render(
+    data: DataSection,
+    sets: Sequence[ReadSet],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    strict: bool,
+    progress: Progress,
+) -> tuple[PromptSet, PromptSet, PromptSet]:
+    from moonshift.core.training.rendering import Renderer
+
+    renderer = Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
+    train, validation, examples = (render_set(item, renderer, data, strict=strict, progress=progress) for item in sets)
+    return train, validation, examples
+
+
+def _model_folder(config: Config) -> Path:
+    from moonshift.core.training.model import resolve_model
+
+    model = config.actor_rollout_ref.model
+    with storage_errors(models_folder()):
+        return resolve_model(
+            model.path,
+            override_config=model.override_config,
+            seed=config.run.seed,
+            cache=models_folder(),
+            trust_remote_code=model.trust_remote_code,
+        )
 
 
 def _critic_folder(config: Config) -> Path | None:

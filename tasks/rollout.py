@@ -57,7 +57,7 @@ def validation_order(attempt: Attempt) -> RolloutOrder:
     uids = [prompt.uid for prompt in attempt.prepared.validation.prompts]
     epochs = [0] * len(uids)
     return RolloutOrder(
-        prompt_ids=attempt.prepared.validation.ids,
+        prompt_ids=list(attempt.prepared.validation.ids),
         uids=uids,
         epochs=epochs,
         seeds=_seeds(attempt, uids, epochs, settings.n),

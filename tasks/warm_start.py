@@ -16,7 +16,7 @@ def warm_start(attempt: Attempt, step: int = 0) -> StageRef:
     def work(out: Path) -> StageOutput:
         attempt.roles.model.load(str(attempt.prepared.model_folder), None)
         examples = WorkedExamples(
-            prompt_ids=attempt.prepared.examples.ids, response_ids=attempt.prepared.example_answers
+            prompt_ids=list(attempt.prepared.examples.ids), response_ids=attempt.prepared.example_answers
         )
         return StageOutput(metrics=attempt.roles.model.warm_start(examples, str(out)))
 

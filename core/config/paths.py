@@ -1,10 +1,11 @@
 """Relative paths in a config: from the file's own folder if they exist there, else from the working folder.
 
-Invariant: only what names something that exists is touched, and becomes absolute, so that a worker or a later
-attempt in another working folder finds the same; a hub name,
-a source (`sums:…`, `builtin:…`, `package:…`) and a misspelt path reach their reader as they were written.
+Invariant: only what names something that exists (a pattern: at least one file) is touched, and becomes absolute, so
+that a worker or a later attempt in another working folder finds the same; a hub name, a source (`sums:…`, `builtin:…`,
+`package:…`) and a misspelt path reach their reader as they were written.
 """
 
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -63,6 +64,6 @@ def _located(value: Any, key: str, folders: Sequence[Path]) -> Any:
 
 def _exists(place: Path) -> bool:
     try:
-        return place.exists()
+        return place.exists() or (glob.has_magic(place.name) and any(place.parent.glob(place.name)))
     except (OSError, ValueError):  # a name that no file can have: too long, or with a null character
         return False

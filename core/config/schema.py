@@ -61,15 +61,31 @@ class DataSection(Section):
     train_files: tuple[str, ...] = Field(
         ...,
         min_length=1,
-        description="prompt files (.jsonl .json .csv .parquet) or sources (sums:…, reasoning_gym:TASK?size=…)",
+        description=(
+            "prompt files (.jsonl .json .csv .parquet .arrow), patterns (data/train-*.parquet), folders, Hugging Face "
+            "hub names or sources (sums:…, reasoning_gym:TASK?size=…)"
+        ),
+    )
+    train_weights: tuple[Positive, ...] = Field(
+        (), description="how often each entry of train_files is drawn, relative to the others; none: by its rows"
     )
     val_files: tuple[str, ...] = Field((), description="held-out prompts, same forms; none: no validation")
     train_batch_size: Count = Field(64, description="prompts a step, over all GPUs")
-    val_max_samples: Count | None = Field(None, description="prompts used in validation; none: all")
-    max_prompt_length: Count = Field(512, description="tokens; a longer prompt is an error before the start")
+    val_max_samples: Count | None = Field(None, description="usable rows taken for validation; none: all")
+    max_prompt_length: Count = Field(512, description="tokens of a prompt; see on_overlong")
+    on_overlong: Literal["error", "filter", "left", "right"] = Field(
+        "error",
+        description="longer prompts: an error before the start, left out, or cut at their left or right end",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        "error", description="rows that cannot be used: an error before the start, or left out, counted and listed"
+    )
     max_response_length: Count = Field(512, description="tokens, the stop token included")
-    prompt_key: str = Field("prompt", description="column with the prompt: text or a list of {role, content}")
-    answer_key: str = Field("answer", description="column with the right answer, given to the reward")
+    prompt_key: str = Field("prompt", description="column (or column.key) of the prompt: text or {role, content} turns")
+    answer_key: str = Field("answer", description="column (or column.key) of the right answer, given to the reward")
+    source_key: str = Field(
+        "data_source", description="column (or column.key) that names a row's source; none: its file"
+    )
     system_prompt: str | None = Field(None, description="text put before each prompt as the system's turn")
     shuffle: bool = Field(True, description="a new order each epoch, drawn from the seed")
     seed: Seed | None = Field(None, description="seed of the order; none: run.seed")

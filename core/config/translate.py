@@ -31,6 +31,8 @@ def translated(givens: Iterable[Given], faults: list[str], done: list[Translatio
     something that is not done here to `faults`.
     """
     given_all = [_without_prefix(given) for given in givens]
+    # verl filters first and cuts what is left, which is nothing: of its two keys for long prompts the filter wins
+    given_all.sort(key=lambda given: given.key != "data.truncation")
     names = {given.key: str(plain(given.value)) for given in given_all if given.key in REWARD_NAME}
     for given in given_all:
         if given.key in REWARD_FILE:

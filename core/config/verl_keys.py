@@ -171,15 +171,15 @@ ENTRIES: tuple[Entry, ...] = (
         "actor_rollout_ref.nccl_timeout",
         "*.ray_wait_register_center_timeout",
     ),
-    *_ignored(
-        "a prompt longer than data.max_prompt_length is an error before the start",
-        "data.truncation",
-        harmless=("error",),
+    Entry(pattern="data.truncation", target="data.on_overlong", reason="renamed; data.filter_overlong_prompts wins"),
+    Entry(
+        pattern="data.filter_overlong_prompts",
+        target="data.on_overlong",
+        values={True: "filter", False: None},
+        reason="true is filter; false leaves data.on_overlong as it is",
     ),
-    *_ignored(
-        "a prompt longer than data.max_prompt_length is an error before the start, which names the row",
-        "data.filter_overlong_prompts*",
-    ),
+    *_ignored("prompts are counted in one process", "data.filter_overlong_prompts_workers"),
+    Entry(pattern="data.reward_fn_key", target="data.source_key", reason="renamed"),
     *_ignored(
         "data is read once, by one reader",
         "data.dataloader_num_workers",
@@ -187,7 +187,7 @@ ENTRIES: tuple[Entry, ...] = (
         "data.val_batch_size",
         "data.gen_batch_size",
     ),
-    *_ignored("every column of a row reaches the reward", "data.reward_fn_key", "data.return_*"),
+    *_ignored("every column of a row reaches the reward", "data.return_*"),
     *_ignored(
         "only text is trained on",
         "data.image_key",

@@ -1,13 +1,14 @@
 """Prompt files to rows of plain Python values.
 
 Invariant: what leaves here is what `json` knows (text, numbers, booleans, None, lists, dicts with text keys), so that
-no later stage meets an array, a timestamp or a decimal.
+no later stage meets an array, a timestamp or a decimal; a row that cannot be read keeps its place as a BrokenRow.
 """
 
 import base64
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -19,11 +20,21 @@ Row = dict[str, Any]
 MAX_REPORTED = 5
 
 
-def read_rows(path: str) -> list[Row]:
-    """All rows of a .jsonl, .json, .csv or .parquet file, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenRow:
+    """A row whose text cannot be read, in its place among the others."""
+
+    line: int | None
+    """of the file, from 1; None where the form has no lines"""
+    kind: str
+    reason: str
+
+
+def read_rows(path: str) -> list[Row | BrokenRow]:
+    """All rows of a .jsonl, .json, .csv, .parquet or .arrow file, in order.
 
     Blank lines of a .jsonl file are no rows. CSV cells stay text. Raises DataError with the file, and the line or
-    row, where the file is missing, of another form, or cannot be read.
+    row, where the file is missing, of another form, or cannot be read as a whole.
     """
     file = Path(path).expanduser()
     reader = READERS.get(file.suffix.lower())
@@ -64,44 +75,41 @@ def plain(value: Any) -> Any:
     return str(value) if not isinstance(value, Decimal) else f"{value:f}"
 
 
-def _read_jsonl(file: Path) -> list[Row]:
-    rows: list[Row] = []
-    faults: list[str] = []
+def _read_jsonl(file: Path) -> list[Row | BrokenRow]:
     # newline="\n": a line separator inside of text (U+2028, a lone \r) must not cut a row in two
     with file.open(encoding="utf-8-sig", newline="\n") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                faults.append(f"{file}:{number}: broken JSON at column {error.colno}: {error.msg}")
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                faults.append(f'{file}:{number}: a {type(row).__name__}, not an object like {{"prompt": …}}')
-    if faults:
-        shown = "\n  ".join(faults[:MAX_REPORTED])
-        raise DataError(f"{file}: {len(faults)} lines cannot be read. Mend or remove them:\n  {shown}")
-    return rows
+        return [_json_line(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _read_json(file: Path) -> list[Row]:
+def _json_line(line: str, number: int) -> Row | BrokenRow:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        told = f"at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        return BrokenRow(line=number, kind="broken JSON", reason=f"broken JSON {told}")
+    if isinstance(row, dict):
+        return row
+    reason = f'a {type(row).__name__}, not an object like {{"prompt": …}}'
+    return BrokenRow(line=number, kind="not an object", reason=reason)
+
+
+def _read_json(file: Path) -> list[Row | BrokenRow]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise DataError(f"{file}:{error.lineno}: broken JSON at column {error.colno}: {error.msg}.") from error
     if not isinstance(rows, list):
         raise DataError(f"{file}: holds a {type(rows).__name__}; a .json data file is one list of objects.")
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f'{file}: row {index} is a {type(row).__name__}, not an object like {{"prompt": …}}.')
-    return rows
+    return [row if isinstance(row, dict) else _no_object(row, index) for index, row in enumerate(rows)]
 
 
-def _read_csv(file: Path) -> list[Row]:
-    rows: list[Row] = []
+def _no_object(row: Any, index: int) -> BrokenRow:
+    reason = f'row {index} is a {type(row).__name__}, not an object like {{"prompt": …}}'
+    return BrokenRow(line=None, kind="not an object", reason=reason)
+
+
+def _read_csv(file: Path) -> list[Row | BrokenRow]:
+    rows: list[Row | BrokenRow] = []
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
@@ -109,12 +117,14 @@ def _read_csv(file: Path) -> list[Row]:
             for cells in reader:
                 if not cells:
                     continue
-                if len(cells) != len(header):
-                    raise DataError(
-                        f"{file}:{reader.line_num}: row {len(rows)} has {len(cells)} cells, the header {len(header)}."
-                        ' Quote cells that hold a comma or a line break ("…").'
-                    )
-                rows.append(dict(zip(header, cells, strict=True)))
+                if len(cells) == len(header):
+                    rows.append(dict(zip(header, cells, strict=True)))
+                    continue
+                reason = (
+                    f"row {len(rows)} has {len(cells)} cells, the header {len(header)}."
+                    ' Quote cells that hold a comma or a line break ("…")'
+                )
+                rows.append(BrokenRow(line=reader.line_num, kind="wrong number of cells", reason=reason))
         except csv.Error as error:
             raise DataError(f"{file}:{reader.line_num}: broken CSV: {error}. A .jsonl file is safer.") from error
     repeated = sorted({name for name in header if header.count(name) > 1})
@@ -123,24 +133,61 @@ def _read_csv(file: Path) -> list[Row]:
     return rows
 
 
-def _read_parquet(file: Path) -> list[Row]:
+def _read_parquet(file: Path) -> list[Row | BrokenRow]:
     import pyarrow as pa  # slow to import, needed for this form only
     import pyarrow.parquet as pq
 
-    rows: list[Row] = []
     try:
         # batch by batch, of an open file: nested columns in several chunks cannot be read as one table by all versions
         with pq.ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches():
-                rows.extend(plain(row) for row in batch.to_pylist())
+            return _arrow_rows(parquet.iter_batches(), parquet.schema_arrow)
     except pa.ArrowException as error:
         raise DataError(f"{file}: not a readable Parquet file: {error}.") from error
+
+
+def _read_arrow(file: Path) -> list[Row | BrokenRow]:
+    """The stream that Hugging Face's `datasets` writes, or an Arrow (Feather) file."""
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(file), "rb") as source:
+            if source.read(6) == b"ARROW1":
+                reader = pa.ipc.open_file(file)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+                return _arrow_rows(batches, reader.schema)
+            source.seek(0)
+            stream = pa.ipc.open_stream(source)
+            return _arrow_rows(stream, stream.schema)
+    except pa.ArrowException as error:
+        raise DataError(f"{file}: not a readable Arrow file: {error}.") from error
+
+
+def _arrow_rows(batches: Iterable[Any], schema: Any) -> list[Row | BrokenRow]:
+    """Rows of record batches; the walk through every value is spared where the types are plain by themselves."""
+    safe = all(_is_plain(field.type) for field in schema)
+    rows: list[Row | BrokenRow] = []
+    for batch in batches:
+        found = batch.to_pylist()
+        rows.extend(found if safe else [plain(row) for row in found])
     return rows
 
 
-READERS: dict[str, Callable[[Path], list[Row]]] = {
+def _is_plain(kind: Any) -> bool:
+    """Whether `to_pylist` gives JSON-safe values of an Arrow type."""
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        return all(_is_plain(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_plain(kind.value_type)
+    simple = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    return types.is_null(kind) or any(test(kind) for test in simple)
+
+
+READERS: dict[str, Callable[[Path], list[Row | BrokenRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }

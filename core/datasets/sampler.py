@@ -6,22 +6,10 @@ the position stored with a checkpoint only proves that data and batch size are s
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
 
 from ..errors import DataError
-
-
-@lru_cache(maxsize=4)
-def shuffled(num_rows: int, seed: int, stream: int) -> tuple[int, ...]:
-    """A permutation of `range(num_rows)` from Philox with the key (seed, stream), both below 2^64.
-
-    Raw Philox words are sorted instead of calling `Generator.permutation`: NumPy promises that the words stay the
-    same between its versions, not that the permutation does.
-    """
-    words = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(num_rows)
-    return tuple(np.argsort(words, kind="stable").tolist())
+from .mixture import Mixture
+from .permutation import shuffled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +17,8 @@ class PromptSampler:
     """A continuous stream over epochs, cut into batches.
 
     Each epoch holds each row exactly once, in an order of its own. A batch may straddle an epoch's end; it can then
-    hold one row twice, in two epochs, which is why `indices` gives (epoch, row) and not the row alone.
+    hold one row twice, in two epochs, which is why `indices` gives (epoch, row) and not the row alone. With a
+    `mixture` an epoch is as many draws, shared out by weight, and the first number is the pass over the row's source.
 
     Example: 5 rows in batches of 4, not shuffled: step 1 reads rows 0 1 2 3 of epoch 0, step 2 row 4 of epoch 0 and
     rows 0 1 2 of epoch 1.
@@ -42,6 +31,8 @@ class PromptSampler:
     """prompts a step"""
     seed: int
     shuffle: bool
+    mixture: Mixture | None = None
+    """sources with weights; None: every row once an epoch"""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -51,6 +42,8 @@ class PromptSampler:
                 f"The training data has {self.num_rows} rows, but data.train_batch_size is {self.batch_size}: "
                 f"not one step could be made. Set data.train_batch_size to {self.num_rows} or less, or add data."
             )
+        if self.mixture is not None and sum(self.mixture.sizes) != self.num_rows:
+            raise ValueError(f"a mixture of {self.mixture.sizes} rows for {self.num_rows}")
         if not 0 <= self.seed < 2**64:
             raise DataError(f"data.seed is {self.seed}; it must be from 0 to 2^64 - 1.")
 
@@ -85,16 +78,17 @@ class PromptSampler:
             "seed": self.seed,
             "num_rows": self.num_rows,
             "batch_size": self.batch_size,
+            **({} if self.mixture is None else {"mixture": self.mixture.fingerprint}),
         }
 
     def from_state(self, state: Mapping[str, int]) -> int:
         """The number of steps after which `state` was taken.
 
-        Raises DataError where it was taken with another seed, batch size or number of rows, or is no position
+        Raises DataError where it was taken with another seed, batch size, number of rows or mixture, or is no position
         between two batches.
         """
-        for key in ("seed", "num_rows", "batch_size"):
-            given, now = state.get(key), self.state(0)[key]
+        for key in ("seed", "num_rows", "batch_size", "mixture"):
+            given, now = state.get(key), self.state(0).get(key)
             if given != now:
                 raise DataError(
                     f"The checkpoint's data position was taken with {key} = {given}, but it is {now} now. "
@@ -109,6 +103,8 @@ class PromptSampler:
         return position // self.batch_size
 
     def _at(self, position: int) -> tuple[int, int]:
+        if self.mixture is not None:
+            return self.mixture.at(position)
         epoch, offset = divmod(position, self.num_rows)
         if not self.shuffle:
             return epoch, offset

@@ -1,6 +1,6 @@
-"""Procedural sources, `scheme:TASK?key=value&…`, to rows.
+"""Sources, `scheme:TASK?key=value&…`, to rows: made by a rule, or read from the hub.
 
-Invariant: a source string fixes its rows; none reads a clock or an unseeded generator.
+Invariant: a source string fixes its rows (a hub's: with `revision`); none reads a clock or an unseeded generator.
 `+` stands for itself in a value; write %26 for &, %23 for #, %25 for %.
 """
 
@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 from ..errors import DataError
 from .formats import Row, plain
-from .sampler import shuffled
+from .hub import hub_rows
+from .permutation import shuffled
 
 SEED_STRIDE = 1_000_000
 """Reasoning Gym draws row i from seed + i: seeds 1 and 2 would share all rows but one. Ours are this far apart."""
@@ -81,7 +82,7 @@ def _sums(spec: SourceSpec) -> SourceRows:
     with the same max, seed, held_out and warm.
     """
     allowed = ("max", "split", "held_out", "warm", "seed", "size")
-    _refuse_unknown(spec, spec.parameters, allowed)
+    refuse_unknown(spec, spec.parameters, allowed)
     if spec.task:
         raise DataError(f"{spec.text}: sums has no tasks; write sums:?max=99&split=train.")
     largest = _whole(spec, "max", 99, 1, MAX_ADDEND)
@@ -148,7 +149,7 @@ def _gym_row(task: str, entry: dict[str, Any]) -> Row:
 def _gym_dataset(spec: SourceSpec, registered: tuple[Any, Any]) -> Any:
     dataset_class, config_class = registered
     allowed = [field.name for field in fields(config_class)]
-    _refuse_unknown(spec, spec.parameters, allowed)
+    refuse_unknown(spec, spec.parameters, allowed)
     arguments = {key: _value(value) for key, value in spec.parameters.items()}
     arguments["size"] = _whole(spec, "size", 500, 1, SEED_STRIDE)
     # some tasks draw from NumPy, whose seeds end at 2^32
@@ -161,7 +162,8 @@ def _gym_dataset(spec: SourceSpec, registered: tuple[Any, Any]) -> Any:
         raise DataError(f"{spec.text}: Reasoning Gym refuses the parameters: {error}.") from error
 
 
-def _refuse_unknown(spec: SourceSpec, given: Iterable[str], allowed: Iterable[str]) -> None:
+def refuse_unknown(spec: SourceSpec, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise DataError at the first parameter that is not among those allowed."""
     names = list(allowed)
     for name in given:
         if name not in names:
@@ -185,4 +187,8 @@ def _value(text: str) -> Any:
         return text
 
 
-SOURCES: dict[str, Callable[[SourceSpec], SourceRows]] = {"sums": _sums, "reasoning_gym": _reasoning_gym}
+SOURCES: dict[str, Callable[[SourceSpec], SourceRows]] = {
+    "sums": _sums,
+    "reasoning_gym": _reasoning_gym,
+    "hub": hub_rows,
+}

@@ -120,9 +120,13 @@ def _prompts_drawn(facts: Facts, step: int) -> int | None:
 def epochs(facts: Facts) -> Iterator[Finding]:
     """No epoch begins before the one before it has ended, and every ended one has the same prompts: none skipped.
 
-    The prompts of a fork's first epoch that come before its beginning are its parent's.
+    The prompts of a fork's first epoch that come before its beginning are its parent's. With data.train_weights a
+    sample's epoch is the pass over its own source, and sources pass at their own pace.
     """
     origin = facts.origin
+    if facts.config.data.train_weights:
+        yield from _passes(facts)
+        return
     reached = origin.epoch
     for step, _, first, last in facts.audit.sample_steps(facts.run.run_id):
         if first < reached:
@@ -139,6 +143,19 @@ def epochs(facts: Facts) -> Iterator[Finding]:
             where = row("samples", facts, f"epoch {epoch}")
             expected = f"each of the {own} prompts of the epochs that have ended"
             yield Finding(kind=Kind.SAMPLES, where=where, expected=expected, found=f"{each.get(epoch, 0)} prompts")
+
+
+def _passes(facts: Facts) -> Iterator[Finding]:
+    """No pass has a prompt that the pass before it had not, so none has more prompts; a fork's first one is cut."""
+    if facts.origin.step:
+        return
+    each = facts.audit.prompts(facts.run.run_id)
+    for number in range(1, max(each, default=0) + 1):
+        most, found = each.get(number - 1, 0), each.get(number, 0)
+        if found > most:
+            where = row("samples", facts, f"epoch {number}")
+            expected = f"at most the {most} prompts of the pass before"
+            yield Finding(kind=Kind.SAMPLES, where=where, expected=expected, found=f"{found} prompts")
 
 
 def optimizer(facts: Facts) -> Iterator[Finding]:

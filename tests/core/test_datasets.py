@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moonshift.core.datasets import load_prompts, refuse_overlong
+from moonshift.core.datasets import load_prompts
 from moonshift.core.errors import DataError
 from moonshift.core.types import Prompt
 
@@ -87,18 +87,6 @@ def test_every_further_column_reaches_the_prompt(tmp_path: Path) -> None:
     file = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2", "difficulty": 3})
     assert load(file)[0].extra == {"difficulty": 3}
     assert load(file)[0].answer == "2"
-
-
-@pytest.mark.case("D04")
-def test_overlong_prompts_stop_the_run_before_it_starts(tmp_path: Path) -> None:
-    prompts = load(jsonl(tmp_path, *({"prompt": f"q{i}", "answer": "1"} for i in range(4))))
-    with pytest.raises(DataError) as raised:
-        refuse_overlong(prompts, [511, 512, 513, 558], 512)
-    message = str(raised.value)
-    assert "2 of 4 prompts" in message
-    assert "train.jsonl:2 (513 tokens), train.jsonl:3 (558 tokens)" in message
-    assert "at least 558" in message
-    refuse_overlong(prompts[:2], [511, 512], 512)
 
 
 @pytest.mark.case("D06")

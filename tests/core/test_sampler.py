@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonshift.core.datasets import PromptSampler, sample_seed
-from moonshift.core.datasets.sampler import shuffled
+from moonshift.core.datasets.permutation import shuffled
 from moonshift.core.errors import DataError
 
 

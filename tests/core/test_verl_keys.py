@@ -103,7 +103,7 @@ def test_a_reward_file_and_its_name_become_one_key() -> None:
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", "_per_gpu"),
         ("actor_rollout_ref.model.lora_rank=32", "no adapter"),
         ("reward_model.enable=True", "rewards are functions"),
-        ("data.truncation=left", "max_prompt_length"),
+        ("data.truncation=middle", "on_overlong"),
         ("actor_rollout_ref.actor.shuffle=True", "replayed"),
     ],
 )
