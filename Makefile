@@ -40,7 +40,7 @@ check: setup
 
 # The lock leaves torch out, because its build differs by machine; the rule above pins it
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra examples --extra dev --universal --python-version 3.11 \
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra hub --extra examples --extra dev --universal --python-version 3.11 \
 	  --override requirements/overrides-cpu.txt --no-header --no-annotate --upgrade -q -o requirements/cpu.txt
 
 clean:

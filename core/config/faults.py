@@ -142,7 +142,7 @@ def _allowed(fault: Any, info: KeyInfo) -> str:
     if fault["type"] == "too_short" and info.kind == "strings":
         return "name at least one"
     if info.kind == "floats":
-        return f"write {info.type}: [{', '.join(map(str, info.default or ()))}]"
+        return f"write {info.type}: [{', '.join(map(str, info.default or (1.0, 0.5)))}]"
     if fault["type"] == "string_too_short":
         return "write at least one character"
     return WANTED[info.kind] + ("; null for none" if info.nullable else "")

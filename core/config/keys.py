@@ -139,6 +139,8 @@ def _kind(annotation: Any) -> tuple[Kind, str, tuple[str, ...]]:
     if origin is dict:
         return "mapping", "mapping", ()
     assert origin is tuple, f"schema.py has a type that the loader does not read: {annotation}"
+    if parts[-1] is Ellipsis and _bare(parts[0])[0] is float:
+        return "floats", "list of floats", ()
     if parts[-1] is Ellipsis:
         return ("strings", "list of str", ()) if parts[0] is str else ("mappings", "list of mappings", ())
     return "floats", f"{len(parts)} floats", ()

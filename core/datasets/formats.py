@@ -83,7 +83,7 @@ def _read_jsonl(file: Path) -> list[Row | BrokenRow]:
 
 def _json_line(line: str, number: int) -> Row | BrokenRow:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())  # a fault at the end is then one of this line, not of the next
     except (json.JSONDecodeError, RecursionError) as error:
         told = f"at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
         return BrokenRow(line=number, kind="broken JSON", reason=f"broken JSON {told}")

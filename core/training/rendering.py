@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from ..datasets.report import CONTROL_TOKEN, listed
 from ..datasets.token_rows import TokenRows
@@ -95,8 +96,6 @@ class Renderer:
                 texts = [self.text(prompt) for prompt in chunk]
                 encoded = pool.submit(self._texts.encode, [text for text in texts if isinstance(text, str)])
                 waiting.append((chunk, texts, encoded))
-                if start == 0:
-                    encoded.result()  # the first call may set the tokenizer up, which must not happen twice at once
                 if len(waiting) > threads:
                     yield self._joined(*waiting.popleft())
             while waiting:
@@ -188,14 +187,27 @@ class _Texts:
         self._control = spelled
         self._spelled = re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         self._first = frozenset(token[0] for token in spelled)
+        self._backend = self._plain_backend()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, no special token added."""
+        """Ids of each text, no special token added; safe in several threads."""
         if not texts:
             return []
+        if self._backend is not None:
+            # the same ids without the places of each token in the text, which nobody asks for: a third faster
+            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         found = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = found["input_ids"]  # pyright: ignore[reportAssignmentType]
         return ids
+
+    def _plain_backend(self) -> Tokenizer | None:
+        """The tokenizer beneath, where calling it is all that the outer one would do."""
+        self.tokenizer("", add_special_tokens=False)  # takes padding and cutting off, which a tokenizer.json may bring
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        own = type(self.tokenizer)._encode_plus is not TokenizersBackend._encode_plus
+        if not isinstance(backend, Tokenizer) or own or getattr(self.tokenizer, "split_special_tokens", False):
+            return None
+        return backend if backend.padding is None and backend.truncation is None else None
 
     def check(self, text: str) -> None:
         """Raises _TextFaultError: half a character, or a control token."""

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,45 @@ def test_verls_schema_loads_from_parquet_in_many_chunks_as_plain_values(tmp_path
     assert (last.uid, last.text, last.answer, last.source) == ("v.parquet:2499", "q2499", "2499", "openai/gsm8k")
     assert last.extra["extra_info"] == {"index": 2499, "cost": "1.50", "ids": [2499, 2500]}
     assert json.loads(json.dumps([last.messages, last.extra])) == [list(last.messages), last.extra]
+
+
+@pytest.mark.case("D01")
+@pytest.mark.parametrize("rows", [5, 200_000])
+def test_nested_columns_in_many_row_groups_become_plain_python_values(tmp_path: Path, rows: int) -> None:
+    turns = pa.array([[{"role": "user", "content": f"q{row}"}] for row in range(rows)])
+    models = pa.array([{"style": "rule", "ground_truth": str(row)} for row in range(rows)])
+    table = pa.table({"prompt": turns, "reward_model": models})
+    pq.write_table(table, tmp_path / "v.parquet", row_group_size=1000)
+    prompts = load(tmp_path / "v.parquet")
+    assert len(prompts) == rows
+    for row in (0, rows - 1):
+        prompt = prompts[row]
+        assert json.loads(json.dumps([prompt.messages, prompt.extra])) == [
+            [{"role": "user", "content": f"q{row}"}],
+            {"reward_model": {"style": "rule", "ground_truth": str(row)}},
+        ]
+        assert type(prompt.messages[0]) is dict and type(prompt.messages[0]["content"]) is str
+        assert prompt.answer == str(row)
+
+
+def test_dates_decimals_and_bytes_of_a_parquet_file_become_plain_values(tmp_path: Path) -> None:
+    row = {"prompt": "q", "answer": Decimal("7.50"), "day": date(2026, 12, 1), "raw": b"ab", "tags": {"x": [1.5]}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "v.parquet")
+    (prompt,) = load(tmp_path / "v.parquet")
+    assert (prompt.answer, prompt.extra) == ("7.50", {"day": "2026-12-01", "raw": "YWI=", "tags": {"x": [1.5]}})
+
+
+def test_keys_reach_into_columns_and_the_reward_still_sees_the_whole_column(tmp_path: Path) -> None:
+    row = {"input": {"turns": "q"}, "reward_model": {"ground_truth": "7"}, "meta": {"origin": "book"}, "x.y": 1}
+    keys = {"prompt_key": "input.turns", "answer_key": "reward_model.ground_truth", "source_key": "meta.origin"}
+    (prompt,) = load(jsonl(tmp_path, row), **keys)
+    assert (prompt.text, prompt.answer, prompt.source) == ("q", "7", "book")
+    assert prompt.extra == row
+    message = fault(jsonl(tmp_path, row), prompt_key="input.turn")
+    assert "no row has the column 'input.turn'" in message and "Set data.prompt_key" in message
+    assert "column input.turns: missing" in fault(jsonl(tmp_path, row, {"input": 3, "answer": "1"}), **keys)
+    (prompt,) = load(jsonl(tmp_path, {"x.y": "q", "answer": "1"}), prompt_key="x.y")
+    assert prompt.extra == {}
 
 
 @pytest.mark.case("D02")

@@ -103,7 +103,6 @@ def test_a_reward_file_and_its_name_become_one_key() -> None:
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", "_per_gpu"),
         ("actor_rollout_ref.model.lora_rank=32", "no adapter"),
         ("reward_model.enable=True", "rewards are functions"),
-        ("data.truncation=middle", "on_overlong"),
         ("actor_rollout_ref.actor.shuffle=True", "replayed"),
     ],
 )
@@ -121,3 +120,21 @@ def test_every_entry_maps_to_a_key_that_exists_and_says_why() -> None:
     for entry in ENTRIES:
         assert entry.reason
         assert entry.target is None or key_of(tuple(entry.target.split("."))) is not None
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode"),
+    [
+        (("data.truncation=left",), "left"),
+        (("data.truncation=right", "data.filter_overlong_prompts=False"), "right"),
+        (("data.truncation=error", "data.filter_overlong_prompts=True"), "filter"),
+        (("data.filter_overlong_prompts=True", "data.truncation=error"), "filter"),
+        (("data.filter_overlong_prompts=True", "data.truncation=middle"), "filter"),
+    ],
+)
+def test_long_prompts_are_filtered_before_they_are_cut_as_verl_does(keys: tuple[str, ...], mode: str) -> None:
+    needed = ("data.train_files=sums:", "actor_rollout_ref.model.path=builtin:char-llama")
+    config = load_config(None, (*needed, *keys, "data.reward_fn_key=origin"), environ={}).config
+    assert (config.data.on_overlong, config.data.source_key) == (mode, "origin")
+    with pytest.raises(ConfigError, match=r"on_overlong: is the text 'middle'; use one of error, filter, left, right"):
+        load_config(None, (*needed, "data.truncation=middle"), environ={})
