@@ -171,7 +171,12 @@ ENTRIES: tuple[Entry, ...] = (
         "actor_rollout_ref.nccl_timeout",
         "*.ray_wait_register_center_timeout",
     ),
-    Entry(pattern="data.truncation", target="data.on_overlong", reason="renamed; data.filter_overlong_prompts wins"),
+    Entry(
+        pattern="data.truncation",
+        target="data.on_overlong",
+        values={"error": "error", "left": "left", "right": "right"},
+        reason="renamed to on_overlong; data.filter_overlong_prompts wins",
+    ),
     Entry(
         pattern="data.filter_overlong_prompts",
         target="data.on_overlong",
