@@ -6,8 +6,11 @@
     ├── DataError (ValueError)          a data file or a row
     ├── ModelError (ValueError)         a model folder, file or name
     ├── RewardError (ValueError)        a reward function: cannot be loaded, raised, or returned what it must not
-    ├── LedgerError (RuntimeError)      the ledger refused: unknown run, lost lease, changed config
-    │   └── LeaseHeldError              another process owns the run
+    ├── LedgerError (RuntimeError)      the ledger refused: unknown run, changed config
+    │   ├── LeaseHeldError              another process owns the run
+    │   ├── LeaseLostError              this process owns the run no more
+    │   └── LedgerAwayError             locked, or its server cannot be reached: it may pass
+    │       └── CommitUnknownError      the connection was lost over a commit, which may have been kept
     ├── CheckpointError (RuntimeError)  a checkpoint that is missing, incomplete or changed
     ├── ServiceError (RuntimeError)     a server or the cluster did not start, answer or stop
     ├── StageError (RuntimeError)       a stage of a step failed
@@ -51,6 +54,18 @@ class LedgerError(MoonshiftError, RuntimeError):
 
 class LeaseHeldError(LedgerError):
     """Another live process owns the run."""
+
+
+class LeaseLostError(LedgerError):
+    """This process owns the run no more: its lease was given back, or another attempt took over."""
+
+
+class LedgerAwayError(LedgerError):
+    """The ledger is locked or cannot be reached; it may pass."""
+
+
+class CommitUnknownError(LedgerAwayError):
+    """The connection was lost while a commit was on its way; whether it was kept is not known."""
 
 
 class CheckpointError(MoonshiftError, RuntimeError):

@@ -188,6 +188,28 @@ def resume(
 
 
 @app.command()
+def fork(
+    run: Annotated[str, typer.Argument(help="The id of the run to go on from, as `moonshift runs` shows it.")],
+    at_step: Annotated[int, typer.Option("--at-step", min=1, help="Step to go on after: one with a checkpoint.")],
+    overrides: Overrides = None,
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Train, or only make the run.")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Go on from a checkpoint of a run as a new run, whose config may change what `resume` must not."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from .training_run import fork_run, resume_run
+
+        with terminable():
+            given = tuple(overrides or ())
+            made = fork_run(run, at_step, given)
+            typer.echo(f"{made} is forked from {run}@{at_step}; `moonshift resume {made}` goes on with it")
+            if start:
+                resume_run(made, given, display="plain" if plain else "live", debug=debug)
+
+
+@app.command()
 def runs() -> None:
     """List the runs in the ledger."""
     from rich.console import Console
@@ -197,12 +219,54 @@ def runs() -> None:
 
     with clear_errors(False):
         ledger = Ledger.open(ledger_url())
-        table = Table("run", "state", "steps", "started")
+        table = Table("run", "state", "steps", "started", "forked from")
         for run in ledger.runs():
             started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.t0_ms / 1000))
-            table.add_row(run.run_id, str(run.state), f"{ledger.last_step(run.run_id)}/{run.steps_planned}", started)
+            steps = f"{ledger.last_step(run.run_id)}/{run.steps_planned}"
+            parent = f"{run.parent_run_id}@{run.base_step}" if run.parent_run_id else ""
+            table.add_row(run.run_id, str(run.state), steps, started, parent)
         Console().print(table)
         ledger.close()
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="The run's id, as `moonshift runs` shows it.")],
+    every: Annotated[bool, typer.Option("--all", help="Name everything that is wrong, not only the first.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check every hash, count and metric of a run against its ledger. Exit 1: something is wrong, and named."""
+    with clear_errors(debug):
+        from moonshift.infra.ledger import Ledger
+        from moonshift.infra.verification import findings, scope
+
+        with Ledger.open(ledger_url()) as ledger:
+            found = findings(ledger, run, home())
+            shown = list(found) if every else [first for first in [next(found, None)] if first is not None]
+            for finding in shown:
+                typer.echo(f"wrong: {finding}")
+            if shown:
+                raise typer.Exit(1)
+            typer.echo(f"{run} is whole: {scope(ledger, run)}")
+
+
+@app.command()
+def sync(
+    run: Annotated[str, typer.Argument(help="The run's id, as `moonshift runs` shows it.")],
+    mlflow_uri: Annotated[
+        str | None, typer.Option("--mlflow-uri", help="MLflow's address; by default that of the run's config.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Send MLflow the metric points of a run that it does not have yet."""
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        from moonshift.infra.ledger import Ledger
+        from moonshift.infra.tracking import sync as send
+
+        with Ledger.open(ledger_url()) as ledger:
+            count = send(ledger, run, home(), mlflow_uri)
+            typer.echo(f"{run}: {count} points sent, {ledger.count_pending(run)} left")
 
 
 @model_app.command("import")

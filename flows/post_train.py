@@ -39,11 +39,11 @@ def post_train(
         ) as attempt,
     ):
         trainer = attempt.config.trainer
-        if attempt.config.warm_start.steps:
+        if attempt.warms_up:
             warm_start(attempt, step=0)
         attempt.restore()
         if attempt.validates_first:
-            validate(attempt, step=0)
+            validate(attempt, step=attempt.origin.step)
         for step in attempt.steps_left():
             rollouts = rollout(attempt, step)
             scores = score(attempt, step, rollouts)

@@ -12,11 +12,13 @@ from moonshift.core.config import config_from_json, to_yaml
 from moonshift.core.config.schema import RecoverySection
 from moonshift.core.errors import LedgerError, ServiceError
 from moonshift.infra.files import write_text
+from moonshift.infra.fork import make_fork
 from moonshift.infra.home import home, ledger_url, run_folder
 from moonshift.infra.ledger import Ledger, RunState
 from moonshift.infra.preemption import received
 from moonshift.infra.preflight import prepare
 from moonshift.infra.report import ACCURACY, REWARD, summarize
+from moonshift.infra.run_config import latest_config
 from moonshift.infra.services import StandingServer
 
 from .config_view import show_translations
@@ -120,11 +122,21 @@ def resume_run(run_id: str, overrides: tuple[str, ...], *, display: str, debug: 
                 f"Run {run_id} is COMPLETED; there is nothing to go on with. Start a new run to train on."
             )
         file = run_folder(run_id) / "config.yaml"
-        write_text(file, to_yaml(config_from_json(record.config_json)))
+        write_text(file, to_yaml(config_from_json(latest_config(ledger, record))))
     finally:
         ledger.close()
     given = (*overrides, f"run.id={run_id}")
     return train_run(str(file), given, resume=True, display=display, debug=debug)
+
+
+def fork_run(run_id: str, step: int, overrides: tuple[str, ...]) -> str:
+    """Make a run that goes on after `step` of another one, and return its id; `resume_run` starts it.
+
+    Raises:
+        MoonshiftError: see `make_fork`; nothing is left behind.
+    """
+    with Ledger.open(ledger_url()) as ledger:
+        return make_fork(ledger, run_id, step, overrides).run_id
 
 
 def _show(summary: dict[str, Any], ledger: Ledger) -> None:

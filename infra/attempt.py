@@ -6,7 +6,6 @@ ledger in one transaction. A committed stage is never run again; an uncommitted 
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,24 +16,27 @@ from typing import Any, Protocol
 
 import psutil
 
-from moonshift.core.algorithms import AdaptiveKlController
 from moonshift.core.config import config_from_json as read_config
 from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.datasets.sampler import PromptSampler
-from moonshift.core.errors import ConfigError, LedgerError, MoonshiftError, StageError, StorageError
+from moonshift.core.errors import CheckpointError, ConfigError, LedgerError, MoonshiftError, StorageError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
-from .draws import SELECT, TRAINED, Draws
-from .files import clear_leftovers, folder_digest, publish, remove, storage_errors
+from .draws import SELECT, Draws, Run
+from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
+from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
+from .kl_weight import kl_weight
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
+from .origin import origin_of, settle
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .recovery import learned_divisors, note_divisors, persistent
 from .roles import Roles
+from .run_config import latest_config, note_config
 from .tracking import Tracker
 
 TIMING_NAMES = {
@@ -78,14 +80,17 @@ class Attempt:
         self.ledger, self.lease, self.listener = ledger, lease, listener
         self.folder = run_folder(lease.run_id)
         self.checkpoints = self.folder / "checkpoints"
-        self.initial = prepared.model_folder
-        self.version = 0
+        self.origin = origin_of(ledger, ledger.run(lease.run_id))
+        settle(self.origin, self.folder)
+        self.initial = self.origin.initial(self.folder) or prepared.model_folder
+        self.version = self.origin.step
         data = self.config.data
         seed = self.config.run.seed if data.seed is None else data.seed
         sampler = PromptSampler(
             num_rows=len(prepared.train.prompts), batch_size=data.train_batch_size, seed=seed, shuffle=data.shuffle
         )
-        self.draws = Draws(ledger, lease.run_id, self.folder, self.config, sampler)
+        run = Run(run_id=lease.run_id, folder=self.folder, origin=self.origin)
+        self.draws = Draws(ledger, run, self.config, sampler)
         self.roles: Roles
         self.tracker: Tracker
 
@@ -116,8 +121,12 @@ class Attempt:
                 )
             return _reference(self.run_id, step, name, committed.path, committed.digest)
         preemption.check()
+        with preemption.patient(self.config.recovery.grace_s):
+            return self._run(step, name, digest, work, place or self.folder / "stages" / f"step-{step:04d}" / name)
+
+    def _run(self, step: int, name: str, digest: str, work: Callable[[Path], StageOutput], place: Path) -> StageRef:
+        """Do a stage's work and commit it; `digest`: of its inputs."""
         self.listener.stage_started(step, name)
-        place = place or self.folder / "stages" / f"step-{step:04d}" / name
         started = time.perf_counter()
         output, content = self._produce(name, place, work)
         seconds = time.perf_counter() - started
@@ -149,7 +158,7 @@ class Attempt:
             clear_leftovers(place.parent)
             temporary.mkdir()
             try:
-                output = persistent(self, stage, work, temporary)
+                output = persistent(self, stage, lambda: work(temporary), lambda: clear_folder(temporary))
                 content = folder_digest(temporary)
                 publish(temporary, place)
             finally:
@@ -174,7 +183,7 @@ class Attempt:
 
     def restore(self) -> None:
         """Load the newest checkpoint that verifies, or the initial policy, and tell where the run begins."""
-        self.load()
+        persistent(self, "load", self.load)
         self.listener.started(self.run_id, self.version + 1, self.plan.steps)
 
     def load(self) -> None:
@@ -186,6 +195,11 @@ class Attempt:
             if manifest.identity != identity_hash(self.config):
                 raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
             folder = str(place)
+        elif self.origin.step:
+            raise CheckpointError(
+                f"Run {self.run_id} has no checkpoint in {self.checkpoints} that verifies, and a fork has no other "
+                f"beginning; fork {self.origin.parent_run_id} again, or put a copy back."
+            )
         critic = self.prepared.critic_folder
         self.version = self.roles.model.load(
             str(self.initial), folder, str(critic) if critic else None, learned_divisors(self.ledger, self.run_id)
@@ -197,7 +211,7 @@ class Attempt:
         Stages that are committed are passed over; a committed update that the weights lack is applied again from its
         redo log.
         """
-        return range(max(1, self.version), self.plan.steps + 1)
+        return range(max(self.origin.step + 1, self.version), self.plan.steps + 1)
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something done every `frequency` steps (-1: at the end only) is due after `step`."""
@@ -209,27 +223,18 @@ class Attempt:
 
     @property
     def validates_first(self) -> bool:
-        """Whether held-out prompts are due before step 1; not where a restored checkpoint is past it."""
-        return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and self.version == 0
+        """Whether held-out prompts are due before the run's first step; not where a restored checkpoint is past it."""
+        at_origin = self.version == self.origin.step
+        return bool(self.prepared.validation.prompts) and self.config.trainer.val_before_train and at_origin
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the initial policy is fine-tuned first; a fork's parent has done that."""
+        return bool(self.config.warm_start.steps) and not self.origin.step
 
     def kl_coef(self, step: int) -> float | None:
-        """Weight of the KL in the reward of `step`; None where there is none.
-
-        The adaptive controller's value is kept in the ledger alone: it follows from the weight and the KL that the step
-        before committed, so a resumed run has the one that the unbroken run had.
-        """
-        settings = self.config.algorithm.kl_ctrl
-        if not self.config.algorithm.use_kl_in_reward:
-            return None
-        before = self.ledger.stage(self.run_id, step - 1, "advantage")
-        if settings.type == "fixed" or before is None:
-            return settings.kl_coef
-        controller = AdaptiveKlController(
-            value=before.metrics["actor/reward_kl_penalty_coeff"],
-            target=settings.target_kl,
-            horizon=settings.horizon,
-        )
-        return controller.updated(before.metrics["actor/reward_kl_penalty"], self.plan.samples_per_step).value
+        """Weight of the KL in the reward of `step`; None where there is none."""
+        return kl_weight(self.ledger, self.run_id, self.config, self.origin, step)
 
     def sampler_state(self, step: int) -> str:
         """Position in the data after `step`, as JSON."""
@@ -239,7 +244,7 @@ class Attempt:
         """Delete what only a replay needs, for steps that every kept checkpoint covers."""
         kept = snapshots.steps_on_disk(self.checkpoints)
         covered = min(kept, default=0)
-        for step in range(1, covered + 1):
+        for step in range(self.origin.step + 1, covered + 1):
             # what a step carried over is read by the next one
             for name in ("log_probs", "advantage", *((SELECT,) if step < covered else ())):
                 place = self.folder / "stages" / f"step-{step:04d}" / name
@@ -268,10 +273,12 @@ def open_attempt(
         lease = ledger.acquire(run.run_id, lease_s=prepared.config.recovery.lease_s, flow_run_id=flow_run_id)
         stack.enter_context(noted_signals())
         stack.enter_context(_ending(ledger, lease))
-        stack.enter_context(_heartbeat(ledger, lease, prepared.config.recovery.lease_s))
-        ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+        stack.enter_context(heartbeat(ledger, lease, prepared.config.recovery.lease_s))
+        _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
+        for place in (attempt.checkpoints, *attempt.folder.glob("stages/*")):
+            clear_leftovers(place)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
@@ -280,18 +287,26 @@ def open_attempt(
         yield attempt
 
 
+def _note_beginning(ledger: Ledger, lease: Lease, run: RunRecord, prepared: Prepared) -> None:
+    """When the process began, and what it goes on with where that is not what the run was made with."""
+    ledger.event(run.run_id, "attempt", {"process_started": psutil.Process().create_time()}, lease.attempt_id)
+    note_config(ledger, lease, run, prepared.config)
+    ledger.set_steps_planned(lease, prepared.plan.steps)
+
+
 def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunRecord:
     """The unfinished run to go on with, or a new one."""
     config = prepared.config
     if resume:
         run = ledger.run(config.run.id) if config.run.id else ledger.latest_run(config.run.name, unfinished=True)
         if run is not None:
-            changed = resume_diff(read_config(run.config_json), config)
+            changed = resume_diff(read_config(latest_config(ledger, run)), config)
             if changed:
                 raise ConfigError(
                     f"Run {run.run_id} cannot go on with a config that changes its mathematics:\n  "
                     + "\n  ".join(changed)
-                    + "\nPut the old values back, or start a new run without --resume."
+                    + "\nPut the old values back, start a new run without --resume, or take its state into a run with "
+                    f"other values: moonshift fork {run.run_id} --at-step N {changed[0].partition(':')[0]}=…"
                 )
             return run
     return ledger.create_run(
@@ -334,27 +349,6 @@ def _failed(ledger: Ledger, lease: Lease, error: BaseException) -> None:
 
 
 @contextmanager
-def _heartbeat(ledger: Ledger, lease: Lease, lease_s: float) -> Iterator[None]:
-    """Renew the lease from a thread; a lost lease shows at the next commit, which the ledger refuses."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(lease_s / 3):
-            try:
-                ledger.heartbeat(lease, lease_s)
-            except MoonshiftError:
-                return
-
-    thread = threading.Thread(target=beat, name="lease-heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(lease_s)
-
-
-@contextmanager
 def _tracking(attempt: Attempt) -> Iterator[None]:
     """Start the sender, and end the MLflow run as what the attempt was."""
     attempt.tracker.start()
@@ -367,32 +361,3 @@ def _tracking(attempt: Attempt) -> Iterator[None]:
         raise
     finally:
         attempt.tracker.close(status)
-
-
-def check_complete(attempt: Attempt) -> int:
-    """Optimizer steps taken by the whole run.
-
-    Raises:
-        StageError: when they are fewer than planned: such a run must not count as completed.
-    """
-    last = attempt.ledger.stage(attempt.run_id, attempt.plan.steps, "update")
-    taken = int(last.metrics["training/optimizer_steps"]) if last else 0
-    planned = attempt.plan.optimizer_steps - _without_groups(attempt)
-    if taken < planned:
-        raise StageError(
-            f"Run {attempt.run_id} took {taken} of {planned} planned optimizer steps: the others "
-            "had no token to train on or a gradient that was not finite (actor/empty_batches, actor/skipped_updates)."
-        )
-    return taken
-
-
-def _without_groups(attempt: Attempt) -> int:
-    """Optimizer steps that fell away because dynamic sampling found fewer groups than a step needs."""
-    actor = attempt.config.actor_rollout_ref.actor
-    whole, mini = attempt.plan.prompts_per_step, actor.ppo_mini_batch_size
-    missing = 0
-    for step, trained in attempt.ledger.metric_series(attempt.run_id, TRAINED):
-        groups = int(trained) or whole  # where none had signal, all are trained on
-        cuts = groups // mini if actor.drop_last else -(-groups // mini)
-        missing += (whole // mini - cuts) * actor.ppo_epochs if step > attempt.plan.critic_warmup else 0
-    return missing

@@ -2,9 +2,10 @@
 
 Without dynamic sampling a step draws one batch, by its number alone. With it (DAPO), it draws again while it has too
 few groups with signal, so where a step begins in the data depends on the steps before; every number that this follows
-from is in a committed stage, and a resumed run draws what the unbroken one drew.
+from is in a committed stage, and a resumed run draws what the unbroken one drew. A fork begins where its parent was.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.types import StageRef
 
 from .ledger import Ledger
+from .origin import CARRIED as CARRIED_FOLDER
+from .origin import Origin
 
 SELECT = "select"
 """The stage that keeps groups with signal."""
@@ -30,11 +33,20 @@ def round_name(stage: str, round_: int) -> str:
     return stage if round_ == 1 else f"{stage}-{round_}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The run whose prompts are drawn."""
+
+    run_id: str
+    folder: Path
+    origin: Origin
+
+
 class Draws:
     """The prompts of each generation of a run."""
 
-    def __init__(self, ledger: Ledger, run_id: str, folder: Path, config: Config, sampler: PromptSampler) -> None:
-        self._ledger, self._run_id, self._folder = ledger, run_id, folder
+    def __init__(self, ledger: Ledger, run: Run, config: Config, sampler: PromptSampler) -> None:
+        self._ledger, self._run_id, self._folder, self._origin = ledger, run.run_id, run.folder, run.origin
         self._settings = config.algorithm.filter_groups
         self._num_prompts = config.data.train_batch_size
         self.sampler = sampler
@@ -42,7 +54,7 @@ class Draws:
     def rows(self, step: int, round_: int) -> list[tuple[int, int]]:
         """(epoch, row) of each prompt of one generation; generations count from 1."""
         if not self._settings.enable:
-            return self.sampler.indices(step)
+            return self.sampler.stretch(self.position(step - 1), self._num_prompts)
         start, buffer = self.position(step - 1), self.begin(step)
         for earlier in range(1, round_):
             start += buffer.num_to_generate
@@ -52,19 +64,24 @@ class Draws:
     def position(self, step: int) -> int:
         """Prompts that were drawn up to the end of `step`."""
         if not self._settings.enable:
-            return step * self._num_prompts
+            return self._origin.data_position + (step - self._origin.step) * self._num_prompts
         committed = self._ledger.stage(self._run_id, step, SELECT)
-        return 0 if committed is None else int(committed.metrics[POSITION])
+        return self._origin.data_position if committed is None else int(committed.metrics[POSITION])
 
     def begin(self, step: int) -> GroupBuffer:
         """The buffer that a step begins with: what the step before carried over."""
         before = self._ledger.stage(self._run_id, step - 1, SELECT)
-        carried = 0 if before is None else int(before.metrics[CARRIED])
+        carried = self._origin.carried if before is None else int(before.metrics[CARRIED])
         return GroupBuffer(
             num_needed=self._num_prompts,
             max_refills=self._settings.max_num_gen_batches - 1,
             carried=tuple(range(-carried, 0)),
         )
+
+    def surplus(self, step: int) -> Path:
+        """Folder of what the step before carried over, where `begin` says that there is any."""
+        before = self._ledger.stage(self._run_id, step - 1, SELECT)
+        return self._folder / (CARRIED_FOLDER if before is None else f"{before.path}/surplus")
 
     def after(self, buffer: GroupBuffer, step: int, round_: int) -> GroupBuffer:
         """The buffer after the committed generation `round_`, whose groups get numbers of their own."""

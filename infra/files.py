@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moonshift.core.errors import MoonshiftError, StorageError
@@ -109,6 +109,38 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.deleted")
     folder.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def link_folder(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
+    """Give every file below a folder a second name below `target`; copied where the file system has no hard links.
+
+    `leave_out`: relative names. A linked file must never be written in place: it is the same file under both names.
+    """
+    for path in files_below(source):
+        name = path.relative_to(source).as_posix()
+        if name in leave_out:
+            continue
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.hardlink_to(path)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another file system, or one without links: copying says what is truly wrong
+            shutil.copyfile(path, place)
+
+
+def move_into(source: Path, folder: Path) -> None:
+    """Rename all that is in a folder into another one, and remove the emptied one; goes on where it was interrupted."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in list(source.iterdir()):
+            with suppress(FileNotFoundError):  # another process does the same
+                path.rename(folder / path.name)
+        for place in (folder, folder.parent):
+            _flush(place)
+        with suppress(FileNotFoundError):
+            source.rmdir()
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 A signal raises in the middle of whatever runs, and a library may turn that exception into another one, or drop it. So
 every decision about how an attempt ended reads the note: the state in the ledger, the exit code, and the check before
-each stage.
+each stage. SIGTERM lets a stage end within its grace period (`patient`); Ctrl-C, and a second signal, do not wait.
 """
 
 import signal
@@ -27,6 +27,10 @@ class _Note:
     """The first signal of this process; there is one, since signals belong to processes."""
 
     number: int | None = None
+    grace_s: float = 0.0
+    """seconds that what goes on may still take"""
+    waiting: bool = False
+    """whether it is being let end"""
 
 
 class _Noting:
@@ -41,9 +45,18 @@ class _Noting:
         self.installed: Any = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _Note.number is not None:
+        if _Note.number is not None and not _Note.waiting:
             return  # what is being cleaned up is not interrupted again
-        _Note.number = number
+        _Note.number = _Note.number or number
+        if number == signal.SIGTERM and _Note.grace_s > 0 and not _Note.waiting:
+            _Note.waiting = True
+            signal.signal(signal.SIGALRM, lambda _number, frame: self._interrupt(number, frame))
+            signal.setitimer(signal.ITIMER_REAL, _Note.grace_s)
+        else:
+            self._interrupt(number, frame)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        _Note.waiting = False
         if callable(self.before):
             self.before(number, frame)
         raise Preempted(number)
@@ -63,6 +76,19 @@ def check() -> None:
 def forget() -> None:
     """Begin without a note."""
     _Note.number = None
+
+
+@contextmanager
+def patient(grace_s: float) -> Iterator[None]:
+    """Within, SIGTERM interrupts only after `grace_s` seconds; `check` afterwards raises for one that was let pass."""
+    _Note.grace_s = grace_s
+    try:
+        yield
+    finally:
+        _Note.grace_s = 0.0
+        if _Note.waiting:
+            _Note.waiting = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 @contextmanager

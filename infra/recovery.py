@@ -5,12 +5,10 @@ so the stage's result does not depend on how often it was tried.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from moonshift.core.errors import StageError, WorkerLostError
 
-from .files import clear_folder
 from .ledger import Lease, Ledger
 
 if TYPE_CHECKING:
@@ -23,8 +21,12 @@ MEMORY_BUDGET = "memory_budget"
 """Kind of the event that keeps it for the next attempt."""
 
 
-def persistent(attempt: "Attempt", stage: str, work: Callable[[Path], Result], out: Path) -> Result:
-    """`work(out)`, repeated by new workers up to `recovery.stage_retries` times when a worker was lost.
+def persistent(
+    attempt: "Attempt", stage: str, work: Callable[[], Result], undo: Callable[[], None] | None = None
+) -> Result:
+    """`work()`, repeated by new workers up to `recovery.stage_retries` times when a worker was lost.
+
+    `undo` drops what a failed try has written.
 
     Raises:
         StageError: when workers are lost again and again, naming the stage and the last reason.
@@ -32,16 +34,18 @@ def persistent(attempt: "Attempt", stage: str, work: Callable[[Path], Result], o
     retries = attempt.config.recovery.stage_retries
     for failed in range(retries + 1):
         try:
+            if failed:
+                revive(attempt, stage)
             attempt.roles.set_deadline(deadline(attempt, stage))
-            return work(out)
+            return work()
         except WorkerLostError as error:
             if failed == retries:
                 raise StageError(
                     f"Stage {stage} lost its worker {failed + 1} times (recovery.stage_retries={retries}); its last "
                     f"checkpoint is whole. The last time: {error}"
                 ) from error
-            clear_folder(out)
-            revive(attempt, stage)
+            if undo is not None:
+                undo()
     raise AssertionError("a loop that returns or raises ended")
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import psutil
 
 from . import snapshots
-from .attempt import Attempt, check_complete
+from .attempt import Attempt
+from .completion import check_complete
 from .home import run_folder
-from .ledger import CheckpointState, Ledger
+from .ledger import CheckpointState, Ledger, RunRecord
+from .origin import origin_of
 from .tracking import Artifact
 
 REWARD = "critic/score/mean"
@@ -41,6 +43,7 @@ def finish(attempt: Attempt) -> dict[str, Any]:
 def summarize(ledger: Ledger, run_id: str) -> dict[str, Any]:
     """The run in numbers; a value that does not exist (yet) is None."""
     run = ledger.run(run_id)
+    origin = origin_of(ledger, run)
     rewards = ledger.metric_series(run_id, REWARD)
     accuracies = ledger.metric_series(run_id, ACCURACY)
     optimizer_steps = ledger.metric_series(run_id, "training/optimizer_steps")
@@ -50,24 +53,26 @@ def summarize(ledger: Ledger, run_id: str) -> dict[str, Any]:
         "run_id": run_id,
         "state": str(run.state),
         "steps": ledger.last_step(run_id),
-        "optimizer_steps": int(optimizer_steps[-1][1]) if optimizer_steps else 0,
+        "optimizer_steps": int(optimizer_steps[-1][1]) if optimizer_steps else origin.optimizer_steps,
         "reward_first": rewards[0][1] if rewards else None,
         "reward_last": rewards[-1][1] if rewards else None,
-        "eval_before": accuracies[0][1] if accuracies and accuracies[0][0] == 0 else None,
-        "eval_after": accuracies[-1][1] if accuracies and accuracies[-1][0] > 0 else None,
+        "eval_before": accuracies[0][1] if accuracies and accuracies[0][0] == run.base_step else None,
+        "eval_after": accuracies[-1][1] if accuracies and accuracies[-1][0] > run.base_step else None,
         "wall_s": time.time() - psutil.Process().create_time(),
-        "first_reward_s": _first_reward_s(ledger, run_id),
+        "first_reward_s": _first_reward_s(ledger, run),
         "checkpoint": str(run_folder(run_id) / max(kept, key=lambda record: record.step).path) if kept else None,
         "weights_sha256": weights[-1].detail["sha256"] if weights else None,
         "mlflow_run_id": run.mlflow_run_id,
+        "parent_run_id": run.parent_run_id,
+        "base_step": run.base_step,
         "attempts": len(ledger.attempts(run_id)),
     }
 
 
-def _first_reward_s(ledger: Ledger, run_id: str) -> float | None:
+def _first_reward_s(ledger: Ledger, run: RunRecord) -> float | None:
     """Seconds from the start of the run's first process to its first training reward."""
-    started = [event.detail["process_started"] for event in ledger.events(run_id) if event.kind == "attempt"]
-    scored = ledger.stage(run_id, 1, "score")
+    started = [event.detail["process_started"] for event in ledger.events(run.run_id) if event.kind == "attempt"]
+    scored = ledger.stage(run.run_id, run.base_step + 1, "score")
     return scored.committed_at - started[0] if scored and started else None
 
 

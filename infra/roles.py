@@ -1,7 +1,9 @@
 """Typed handles on the workers: the only place that waits on Ray, and every wait has a deadline."""
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from moonshift.core.config import to_json
 from moonshift.core.config.schema import Config
@@ -59,16 +61,29 @@ class _Handle:
         try:
             return wait(reference, what, timeout_s or self.deadline_s)
         except WorkerLostError as error:
-            self._note("worker_lost", {"call": what, "error": str(error), "stack": self._stack()})
+            pid = self._local_pid()
+            stack = stacks.dump(stacks_folder(), pid) if pid is not None else ""
+            self._note("worker_lost", {"call": what, "error": str(error), "memory": memory_state(), "stack": stack})
             raise
 
-    def _stack(self) -> str:
-        """Of a worker that is alive on this machine, else empty."""
+    def kill(self) -> None:
+        """End the worker at once, also one that is stopped or holds the interpreter and so hears nothing of Ray's."""
+        pid = self._local_pid()
+        ray.kill(self._actor)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _local_pid(self) -> int | None:
+        """Of a worker that is alive on this machine."""
+        if os.environ.get("RAY_ADDRESS"):
+            return None
         try:
             pid: Any = ray.get(self._pid, timeout=1.0)
-        except RayError:
-            return ""
-        return stacks.dump(stacks_folder(), pid) if psutil.pid_exists(pid) and not os.environ.get("RAY_ADDRESS") else ""
+            # a number may have been given to another process since
+            return pid if "ray::" in "".join(psutil.Process(pid).cmdline()) else None
+        except (RayError, psutil.Error):
+            return None
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         return self.end(self.begin(method, *arguments), method, timeout_s)
@@ -155,7 +170,6 @@ class Roles:
         rewards = [graders.remote(text) for _ in range(config.reward.num_workers)]
         self.model = ModelHandle(model, role, config, note)
         self.reward = RewardHandle(rewards, config, note)
-        self._actors = [model, *rewards]
 
     def set_deadline(self, seconds: float) -> None:
         """How long each call of a stage may take from now on."""
@@ -164,8 +178,8 @@ class Roles:
 
     def stop(self) -> None:
         """End the workers at once."""
-        for actor in self._actors:
-            ray.kill(actor)
+        for handle in (self.model, *self.reward.workers):
+            handle.kill()
 
 
 # Ray sets OMP_NUM_THREADS to the CPUs a worker asked for; an empty value lets torch use all cores
@@ -193,17 +207,24 @@ def wait(reference: Any, what: str, timeout_s: float) -> Any:
         if refused is not None:
             raise refused from error
         raise StageError(f"{what} failed: {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
-        raise WorkerLostError(f"{what} ended because its worker process died: {_reason(error)}") from error
+    except (RayActorError, OutOfMemoryError) as error:  # the second: Ray's own memory monitor ended it
+        raise WorkerLostError(
+            f"{what} ended because its worker process died: {error} Memory: {memory_state()}."
+        ) from error
     except RayError as error:
         raise StageError(f"{what} failed in Ray: {error}") from error
 
 
-def _reason(error: RayActorError) -> str:
-    """Ray's words, and the kernel's where the memory limit of this container killed processes."""
-    events = Path("/sys/fs/cgroup/memory.events")
-    killed = 0
+def memory_state() -> str:
+    """What is free on this machine, and what the kernel says of this container's limit and of whom it killed for it."""
+    memory = psutil.virtual_memory()
+    told = [f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free on this machine"]
+    group = Path("/sys/fs/cgroup")
+    limit, events = group / "memory.max", group / "memory.events"
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        told.append(f"limit of this container {int(text) / 2**30:.1f} GiB")
     if events.is_file():
         counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
-        killed = int(counts.get("oom_kill", 0))
-    return f"{error}" + (f" The kernel has killed {killed} process(es) here for want of memory." if killed else "")
+        if int(counts.get("oom_kill", 0)):
+            told.append(f"the kernel has killed {counts['oom_kill']} process(es) here for want of memory")
+    return ", ".join(told)

@@ -21,6 +21,8 @@ from .ledger import Lease, Ledger, MetricPoint, RunRecord, RunState
 
 log = logging.getLogger(__name__)
 RUN_TAG = "moonshift.run_id"
+PARENT_TAG = "moonshift.parent_run_id"
+BASE_STEP_TAG = "moonshift.base_step"
 LONGEST_PARAMETER = 6000  # characters; MLflow cuts longer ones without a word
 LONGEST_NAME = 250  # characters of a metric
 POLL_S = 1.0
@@ -58,7 +60,7 @@ class Sender:
         if found:
             run = found[0]
         else:
-            tags = {RUN_TAG: self._run.run_id, "mlflow.source.name": "moonshift"}
+            tags = {RUN_TAG: self._run.run_id, "mlflow.source.name": "moonshift", **lineage_tags(self._run)}
             run = client.create_run(experiment, start_time=self._run.t0_ms, tags=tags, run_name=self._run.run_id)
         run_id: str = run.info.run_id
         self.mlflow_run_id = run_id
@@ -115,7 +117,8 @@ class Tracker:
     """Sends one run's metrics, parameters and artifacts to MLflow from a thread of its own."""
 
     def __init__(self, ledger: Ledger, lease: Lease, config: Config, home: Path) -> None:
-        self._ledger, self._lease, self._settings = ledger, lease, config.tracking
+        self._ledger, self._lease = ledger, lease
+        self._settings = config.tracking
         self._sender = Sender(ledger, ledger.run(lease.run_id), config, home)
         self.uri = self._sender.uri
         self._wake = threading.Event()
@@ -237,6 +240,13 @@ def metric_name(key: str) -> str:
     if len(marked) <= LONGEST_NAME:
         return marked
     return f"{marked[: LONGEST_NAME - 17]}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def lineage_tags(run: RunRecord) -> dict[str, str]:
+    """Of a fork, its parent and the step that it was forked at."""
+    if run.parent_run_id is None:
+        return {}
+    return {PARENT_TAG: run.parent_run_id, BASE_STEP_TAG: str(run.base_step)}
 
 
 def _part(part: str) -> str:

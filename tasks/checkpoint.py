@@ -6,7 +6,7 @@ from moonshift.core.config import identity_hash, to_yaml
 from moonshift.core.types import StageRef
 from moonshift.infra import snapshots
 from moonshift.infra.attempt import Attempt, StageOutput
-from moonshift.infra.ledger import CheckpointRecord
+from moonshift.infra.ledger import CheckpointRecord, CheckpointState
 
 from .policies import stage_task
 
@@ -25,11 +25,12 @@ def checkpoint(attempt: Attempt, step: int) -> StageRef:
 
     ref = attempt.stage(step, "checkpoint", (), work, place)
     if not any(record.step == step for record in attempt.ledger.checkpoints(attempt.run_id)):
-        _retire(attempt, step, place)
+        _record(attempt, step, place)
+    _retire(attempt)
     return ref
 
 
-def _retire(attempt: Attempt, step: int, place: Path) -> None:
+def _record(attempt: Attempt, step: int, place: Path) -> None:
     from moonshift.infra.files import sha256_file
 
     attempt.ledger.record_checkpoint(
@@ -41,6 +42,13 @@ def _retire(attempt: Attempt, step: int, place: Path) -> None:
             bytes=snapshots.verify(place).bytes,
         ),
     )
-    for deleted in snapshots.retire(attempt.checkpoints, attempt.config.checkpoint.keep):
-        attempt.ledger.mark_checkpoint_deleted(attempt.lease, deleted)
+
+
+def _retire(attempt: Attempt) -> None:
+    """Delete what newer checkpoints replace; run at each checkpoint, so that what a crash left undone is done then."""
+    snapshots.retire(attempt.checkpoints, attempt.config.checkpoint.keep)
+    there = set(snapshots.steps_on_disk(attempt.checkpoints))
+    for record in attempt.ledger.checkpoints(attempt.run_id):
+        if record.state is CheckpointState.KEPT and record.step not in there:
+            attempt.ledger.mark_checkpoint_deleted(attempt.lease, record.step)
     attempt.retire_redo_logs()

@@ -31,7 +31,6 @@ def refilled(attempt: Attempt, step: int, rollouts: StageRef, scores: StageRef) 
 @stage_task(SELECT)
 def select(attempt: Attempt, step: int, generations: list[Generation]) -> StageRef:
     """Write the groups that the step trains on, and those that the next one begins with."""
-    before = attempt.ledger.stage(attempt.run_id, step - 1, SELECT)
     buffer = attempt.draws.begin(step)
     drawn = 0
     for round_ in range(1, len(generations) + 1):
@@ -39,7 +38,7 @@ def select(attempt: Attempt, step: int, generations: list[Generation]) -> StageR
         buffer = attempt.draws.after(buffer, step, round_)
 
     def work(out: Path) -> StageOutput:
-        surplus = attempt.folder / before.path / "surplus" if before is not None and buffer.carried else None
+        surplus = attempt.draws.surplus(step) if buffer.carried else None
         folders = [(Path(attempt.path(rollouts)), Path(attempt.path(scores))) for rollouts, scores in generations]
         metrics = write_selection(out, buffer, folders, surplus)
         return StageOutput(metrics=metrics | {POSITION: float(attempt.draws.position(step - 1) + drawn)})

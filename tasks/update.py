@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
+from moonshift.infra.recovery import persistent
 
 from .policies import stage_task
 
@@ -14,7 +15,7 @@ def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
     """Apply the step's redo log to the weights: once, or again where a restored checkpoint lacks it."""
     committed = attempt.ledger.stage(attempt.run_id, step, "update")
     if committed is not None and attempt.version < step:
-        metrics = attempt.roles.model.update(attempt.path(advantages), step)
+        metrics = persistent(attempt, "update", lambda: attempt.roles.model.update(attempt.path(advantages), step))
         attempt.version = step
         norms = {
             key: [committed.metrics.get(key), value] for key, value in metrics.items() if key.endswith("grad_norm")

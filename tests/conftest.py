@@ -10,6 +10,8 @@ import pytest
 # before any library reads them: no telemetry, no outside look-ups, as the command line sets them
 from moonshift.infra.offline import apply_quiet_environment
 
+from .postgres import PostgresServer, programs, running_server
+
 apply_quiet_environment(Path(os.environ.get("MOONSHIFT_HOME", "/tmp")) / "moonshift-tests")
 
 
@@ -25,6 +27,24 @@ def moonshift_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def moonshift_command() -> list[str]:
     """The command line in a process of its own."""
     return [sys.executable, "-m", "moonshift.flows.cli"]
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running PostgreSQL server, for all tests of the session."""
+    binaries = programs()
+    if binaries is None:
+        pytest.skip("no PostgreSQL server on this machine (initdb, pg_ctl): apt-get install postgresql")
+    with running_server(binaries) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of an empty ledger, of each kind of database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'state' / 'ledger.db'}"
+    return request.getfixturevalue("postgres_server").url()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The configuration of a run: strict, with one effective value a key and the place that value came from."""
 
-from .identity import config_hash, identity_hash, resume_diff
+from .identity import FORK_FIXED, changed_below, config_hash, identity_hash, resume_diff
 from .keys import KeyInfo, all_keys
 from .load import LoadedConfig, load_config
 from .masking import mask
@@ -8,10 +8,12 @@ from .provenance import Provenance
 from .serialize import config_from_json, flatten, to_json, to_yaml
 
 __all__ = [
+    "FORK_FIXED",
     "KeyInfo",
     "LoadedConfig",
     "Provenance",
     "all_keys",
+    "changed_below",
     "config_from_json",
     "config_hash",
     "flatten",

@@ -4,7 +4,7 @@ Invariant: a key is mathematics unless it is declared placement here; placement 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .keys import all_keys
@@ -56,6 +56,9 @@ def _is_placement(key: str) -> bool:
     return key in PLACEMENT or any(".".join(parts[:length]) + ".*" in PLACEMENT for length in range(1, len(parts)))
 
 
+FORK_FIXED = ("actor_rollout_ref.model", "critic.model", "warm_start")
+"""Sections that even a fork keeps: its weights have that architecture, and were warmed up already."""
+
 MATHEMATICS = frozenset(info.key for info in all_keys() if not _is_placement(info.key) and info.key not in LENGTH)
 """Every other key of the schema: fixed for the life of a run."""
 
@@ -83,13 +86,26 @@ def resume_diff(old: Config, new: Config) -> list[str]:
 
     With a constant learning rate a run may be lengthened, never shortened.
     """
-    before, after = _identity(old), _identity(new)
-    changed = [
+    changed = _changes(_identity(old), _identity(new))
+    return changed + (list(_shortened(old, new)) if is_open_ended(old) and is_open_ended(new) else [])
+
+
+def changed_below(old: Config, new: Config, sections: Sequence[str]) -> list[str]:
+    """`key: old → new` for each change in these sections, values masked."""
+
+    def values(config: Config) -> dict[str, Any]:
+        paths = ((".".join(path), value) for _, path, value in unfold(config))
+        return {key: mask(key, value) for key, value in paths if key.startswith(tuple(f"{one}." for one in sections))}
+
+    return _changes(values(old), values(new))
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
         f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
         for key in dict.fromkeys([*before, *after])
         if key not in before or key not in after or canonical(before[key]) != canonical(after[key])
     ]
-    return changed + (list(_shortened(old, new)) if is_open_ended(old) and is_open_ended(new) else [])
 
 
 def _identity(config: Config) -> dict[str, Any]:

@@ -327,6 +327,7 @@ class RecoverySection(Section):
         20.0, description="times its longest duration in this run that a stage may take before its worker is replaced"
     )
     stage_patience_s: Positive = Field(300.0, description="seconds that a stage may always take, whatever its history")
+    grace_s: Size = Field(20, description="seconds that SIGTERM lets the stage that goes on end; then it is abandoned")
     stage_retries: Size = Field(2, description="times a stage is repeated by a new worker after one was lost")
     prefect_wait_s: Positive = Field(
         180.0, description="seconds to wait at the start for a Prefect server that is away"

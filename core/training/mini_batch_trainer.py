@@ -143,10 +143,10 @@ class MiniBatchTrainer:
         """Accumulate the gradient; where the memory runs out, drop it and begin again with passes half as large."""
 
         def work(size: int, tokens: int | None) -> dict[str, float]:
-            self.optimizer.zero_grad(set_to_none=True)
             self._begin(batch, mini_batch, step)
             return self._accumulate(batch, mini_batch, size, tokens)
 
+        self.optimizer.zero_grad(set_to_none=True)
         longest = int(sample_lengths(batch)[mini_batch.rows].max())
         return self.limit.run(work, longest, lambda: self.optimizer.zero_grad(set_to_none=True))
 

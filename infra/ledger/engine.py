@@ -1,11 +1,13 @@
-"""Opens the ledger's database: connection settings, migrations, and database errors in plain words.
+"""Opens the ledger's database: connection settings and migrations.
 
-The only file that knows which database it is. SQLite: write-ahead log, so that a reader never waits for the writer;
-a writing transaction takes its lock at BEGIN, because one that reads first and upgrades later fails at once with
-"database is locked", whatever the timeout. A WAL database does not work on a network file system.
+With `faults`, the only file that knows which database it is. SQLite: write-ahead log, so that a reader never waits
+for the writer; a writing transaction takes its lock at BEGIN, because one that reads first and upgrades later fails at
+once with "database is locked", whatever the timeout. A WAL database does not work on a network file system.
+
+PostgreSQL: no wait is without end, neither for a lock, nor for a server that is gone, nor for a transaction of a
+process that was stopped in its middle.
 """
 
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +19,12 @@ from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from moonshift.core.errors import LedgerError, StorageError
 
+from .faults import ledger_errors, where
 from .models import LedgerModel
 
 VERSION_TABLE = "alembic_version_ledger"
@@ -33,52 +36,55 @@ _MIGRATE_LOCK_S = 120.0
 # Any fixed numbers: all Moonshift processes must name the same locks.
 _POSTGRES_MIGRATE_KEY = 0x4D4F4F4E
 _POSTGRES_NUMBER_KEY = 0x4D4F4F4F
-_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_NOT_A_LEDGER = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
-_DISK_FAULTS = (
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-)
+_FORMS = "Write sqlite:///folder/ledger.db or postgresql+psycopg://user@host/database."
+_CONNECT_TIMEOUT_S = 10
+# A server whose host vanished answers nothing: without these a query waits for it for hours. Seconds, then a count.
+_KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
 
 
 def open_engine(url: str, *, busy_timeout_s: float) -> Engine:
-    """Engine for `url`; writers wait up to `busy_timeout_s` seconds for SQLite's lock. Makes SQLite's folder.
+    """Engine for `url`; writers wait up to `busy_timeout_s` seconds for a lock. Makes SQLite's folder.
+
+    On PostgreSQL a transaction that does nothing for as long as others would wait for it is ended.
 
     Raises LedgerError for a URL or driver that cannot be used, StorageError when the folder cannot be made.
     """
     try:
         parsed = make_url(url)
         # Parameters stay out of errors and logs: a config may hold what is nobody else's business.
-        engine = create_engine(parsed, hide_parameters=True, pool_pre_ping=parsed.get_backend_name() != "sqlite")
+        engine = create_engine(
+            parsed,
+            hide_parameters=True,
+            pool_pre_ping=parsed.get_backend_name() != "sqlite",
+            connect_args=_connect_arguments(parsed),
+        )
     except (ArgumentError, NoSuchModuleError) as error:
+        raise LedgerError(f"ledger URL {_shown(url)} cannot be read: {error}. {_FORMS}") from error
+    except ValueError:  # its words, and the parser's trace, may hold a part of the password
         raise LedgerError(
-            f"ledger URL {_shown(url)} cannot be read: {error}. "
-            "Write sqlite:///folder/ledger.db or postgresql+psycopg://user@host/database."
-        ) from error
+            f"ledger URL {_shown(url)} has a port that is not a number, or a user or password with an @ that is not "
+            f"written as %40. {_FORMS}"
+        ) from None
     except ModuleNotFoundError as error:
         raise LedgerError(
             f"ledger URL {_shown(url)} needs the Python package {error.name!r}, which is not installed. "
-            "Install it or use sqlite:///folder/ledger.db."
+            "Install moonshift[postgres] or use sqlite:///folder/ledger.db."
         ) from error
     if engine.dialect.is_async:
         raise LedgerError(f"ledger URL {_shown(url)} names an asynchronous driver. Name a plain one, such as psycopg.")
     if engine.dialect.name == "sqlite":
         _make_folder(parsed)
         _listen_sqlite(engine, busy_timeout_s)
+    elif engine.dialect.name == "postgresql":
+        _listen_postgres(engine, busy_timeout_s)
+    else:
+        raise LedgerError(f"ledger URL {_shown(url)} names a database that is not supported. {_FORMS}")
     return engine
 
 
 def read_only(engine: Engine) -> Engine:
     """The same pool for transactions that only read, and so never wait for a writer."""
     return engine.execution_options(**{_READ_ONLY: True})
-
-
-def where(engine: Engine) -> str:
-    """The database as it may be shown: without its password."""
-    return engine.url.render_as_string(hide_password=True)
 
 
 def migrate(engine: Engine) -> None:
@@ -103,46 +109,9 @@ def lock_run_numbers(connection: Connection) -> None:
     _lock_postgres(connection, _POSTGRES_NUMBER_KEY)
 
 
-@contextmanager
-def ledger_errors(engine: Engine) -> Iterator[None]:
-    """Turn what the database raises inside into LedgerError, or StorageError when the disk is at fault."""
-    try:
-        yield
-    except IntegrityError as error:
-        raise LedgerError(
-            f"ledger {where(engine)} refused a row that is there twice or belongs to nothing ({_reason(error)}). "
-            "Nothing of this commit was kept."
-        ) from error
-    except DBAPIError as error:
-        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind, the rest its detail
-        if code in _LOCKED:
-            raise LedgerError(
-                f"ledger {where(engine)} is locked by another process for longer than the time-out ({error.orig}). "
-                "Nothing of this commit was kept; end the process that holds it and try again."
-            ) from error
-        if code in _NOT_A_LEDGER:
-            raise LedgerError(
-                f"ledger {where(engine)} is not a readable SQLite database ({error.orig}). "
-                "Name another file, or restore this one from a copy."
-            ) from error
-        if code in _DISK_FAULTS:
-            raise StorageError(
-                f"ledger file {engine.url.database}: {error.orig}. Check that it is a file, that its folder can be "
-                "written to and that the disk has space; then start again. Nothing of this commit was kept."
-            ) from error
-        raise LedgerError(
-            f"ledger {where(engine)} failed ({_reason(error)}). Nothing of this commit was kept."
-        ) from error
-
-
-def _reason(error: DBAPIError) -> str:
-    """What the driver said, on one line."""
-    return " ".join(str(error.orig).split())
-
-
 def _shown(url: str) -> str:
-    """`url` without what stands between the scheme and the host, which may be a password."""
-    scheme, mark, rest = url.partition("://")
+    """`url` without what stands before the host and after the database, which may be a password."""
+    scheme, mark, rest = url.partition("?")[0].partition("://")
     return repr(f"{scheme}{mark}***@{rest.rpartition('@')[2]}" if "@" in rest else url)
 
 
@@ -182,6 +151,26 @@ def _listen_sqlite(engine: Engine, busy_timeout_s: float) -> None:
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
+def _connect_arguments(url: URL) -> dict[str, int]:
+    """What libpq is told beside the URL, which has the last word."""
+    if url.get_backend_name() != "postgresql" or url.get_driver_name() not in ("psycopg", "psycopg2"):
+        return {}
+    wanted = {"connect_timeout": _CONNECT_TIMEOUT_S, **_KEEPALIVES}
+    return {key: value for key, value in wanted.items() if key not in url.query}
+
+
+def _listen_postgres(engine: Engine, busy_timeout_s: float) -> None:
+    milliseconds = max(1, int(busy_timeout_s * 1000))  # 0 would mean without end
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
+        cursor = connection.cursor()
+        for setting in ("lock_timeout", "idle_in_transaction_session_timeout"):
+            cursor.execute(f"SET {setting} = {milliseconds}")
+        cursor.close()
+        connection.commit()  # else the first roll-back takes them back
+
+
 def _lock_postgres(connection: Connection, key: int) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
@@ -190,6 +179,8 @@ def _lock_postgres(connection: Connection, key: int) -> None:
 def _is_current(connection: Connection, config: Config) -> bool:
     """Whether the schema is this version's; refuses one that is newer or not ours."""
     script = ScriptDirectory.from_config(config)
+    # before the version: another process may commit both between two queries, and PostgreSQL shows that
+    tables = set(inspect(connection).get_table_names())
     found = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_heads()
     known = {revision.revision for revision in script.walk_revisions()}
     unknown = sorted(set(found) - known)
@@ -199,7 +190,7 @@ def _is_current(connection: Connection, config: Config) -> bool:
             f"{script.get_current_head()}: a newer version wrote it. Install that version or name another ledger."
         )
     if not found:
-        foreign = sorted(set(inspect(connection).get_table_names()) & set(LedgerModel.metadata.tables))
+        foreign = sorted(tables & set(LedgerModel.metadata.tables))
         if foreign:
             raise LedgerError(
                 f"database {where(connection.engine)} already has tables of these names, and they are not a ledger's: "

@@ -16,7 +16,7 @@ import psutil
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from moonshift.core.errors import LeaseHeldError, LedgerError
+from moonshift.core.errors import LeaseHeldError, LeaseLostError, LedgerError
 
 from .models import AttemptRow, LeaseRow, RunRow
 from .records import Lease
@@ -33,6 +33,16 @@ class AttemptStart:
     lease_s: float
     flow_run_id: str | None
     resume_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended, by its own word."""
+
+    state: RunState
+    error: str | None
+    at: float
+    """seconds since the epoch"""
 
 
 def take_lease(session: Session, run: RunRow, start: AttemptStart) -> Lease:
@@ -69,33 +79,33 @@ def take_lease(session: Session, run: RunRow, start: AttemptStart) -> Lease:
 def checked_lease(session: Session, lease: Lease) -> LeaseRow:
     """The locked row of a lease that still counts.
 
-    Raises LedgerError when it was given back or another attempt has taken over.
+    Raises LeaseLostError when it was given back or another attempt has taken over.
     """
     row = locked_lease(session, lease.run_id)
     if row.token != lease.token:
-        raise LedgerError(
+        raise LeaseLostError(
             f"attempt {lease.attempt_number} of run {lease.run_id!r} has lost its lease (its token {lease.token}, now "
             f"{row.token}): another attempt took over. Nothing was written; end this process."
         )
     if row.owner is None:
-        raise LedgerError(
+        raise LeaseLostError(
             f"attempt {lease.attempt_number} of run {lease.run_id!r} has given its lease back and cannot write any "
             "more. Acquire the run again."
         )
     return row
 
 
-def end_attempt(session: Session, lease: Lease, state: RunState, error: str | None) -> None:
-    """Give the lease back and close the attempt. Raises LedgerError when `state` does not end one."""
-    if state not in ENDING_RUN_STATES:
-        raise LedgerError(f"an attempt cannot end as {state}; it ends as one of {', '.join(ENDING_RUN_STATES)}.")
+def end_attempt(session: Session, lease: Lease, end: AttemptEnd) -> None:
+    """Give the lease back and close the attempt. Raises LedgerError when its state does not end one."""
+    if end.state not in ENDING_RUN_STATES:
+        raise LedgerError(f"an attempt cannot end as {end.state}; it ends as one of {', '.join(ENDING_RUN_STATES)}.")
     row = checked_lease(session, lease)
     row.owner = None
     row.expires_at = 0.0
     attempt = session.get_one(AttemptRow, lease.attempt_id)
-    attempt.state = AttemptState(state)
-    attempt.error = error
-    attempt.ended_at = time.time()
+    attempt.state = AttemptState(end.state)
+    attempt.error = None if end.error is None else _storable(end.error)
+    attempt.ended_at = end.at
 
 
 def locked_lease(session: Session, run_id: str) -> LeaseRow:
@@ -104,6 +114,11 @@ def locked_lease(session: Session, run_id: str) -> LeaseRow:
     if row is None:
         raise LedgerError(f"run {run_id!r} is not in this ledger. Check the run id and the ledger's URL.")
     return row
+
+
+def _storable(words: str) -> str:
+    """`words` with what no database's text can hold spelt out: half surrogates, and PostgreSQL's NUL."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
 
 
 def _close_crashed(session: Session, run_id: str, now: float) -> None:

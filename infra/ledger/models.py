@@ -42,6 +42,8 @@ class RunRow(LedgerModel):
     t0_ms: Mapped[int] = mapped_column(BigInteger)
     mlflow_run_id: Mapped[str | None] = mapped_column(String(128))
     parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    base_step: Mapped[int] = mapped_column(Integer, server_default="0")
+    """the parent's step that a fork goes on from; its own steps count from the next one"""
     created_at: Mapped[float] = mapped_column(Double)
     updated_at: Mapped[float] = mapped_column(Double)
 

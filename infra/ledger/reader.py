@@ -1,15 +1,11 @@
 """Everything that can be asked of the ledger; never waits for a writer, never writes."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from sqlalchemy import Engine, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from moonshift.core.errors import LedgerError
 
-from .engine import ledger_errors, read_only, where
+from .faults import where
 from .models import AttemptRow, CheckpointRow, EventRow, OutboxRow, RunRow, SampleIndexRow, StageRow, StepRow
 from .records import (
     AttemptRecord,
@@ -21,6 +17,7 @@ from .records import (
     StageRecord,
 )
 from .states import FINISHED_RUN_STATES, AttemptState, CheckpointState, RunState
+from .transactions import Transactions
 
 FLOW_SETTLED = "flow_settled"
 """Kind of the event which says that the Prefect server shows an attempt's flow run as the attempt ended."""
@@ -29,15 +26,13 @@ FLOW_SETTLED = "flow_settled"
 class LedgerReader:
     """The questions; safe to ask from any thread, each in a short transaction of its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._read_engine = read_only(engine)
-        self._closed = threading.Event()
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._read = transactions.reading
 
     def close(self) -> None:
         """Close the pooled connections; a later call on this ledger raises LedgerError."""
-        self._closed.set()
-        self._engine.dispose()
+        self._transactions.close()
 
     def run(self, run_id: str) -> RunRecord:
         """One run. Raises LedgerError when there is none of this id."""
@@ -50,8 +45,12 @@ class LedgerReader:
             return [run_record(row) for row in session.scalars(select(RunRow).order_by(RunRow.created_at, RunRow.id))]
 
     def latest_run(self, name: str, *, unfinished: bool) -> RunRecord | None:
-        """The newest run of a name; with `unfinished`, the newest that is neither COMPLETED nor CANCELLED."""
-        query = select(RunRow).where(RunRow.name == name).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(1)
+        """The newest run of a name; with `unfinished`, the newest that is neither COMPLETED nor CANCELLED.
+
+        Forks are passed over: they share their parent's name, not its config, and are gone on with by their id.
+        """
+        query = select(RunRow).where(RunRow.name == name, RunRow.base_step == 0)
+        query = query.order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(1)
         if unfinished:
             query = query.where(RunRow.state.not_in(FINISHED_RUN_STATES))
         with self._read() as session:
@@ -104,10 +103,10 @@ class LedgerReader:
             return [_sample_row(row) for row in session.scalars(query)]
 
     def last_step(self, run_id: str) -> int:
-        """The last step up to which all steps from 1 on are committed; 0 when there is none."""
-        query = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > 0).order_by(StepRow.step)
+        """The last step up to which all of the run's own steps are committed; when there is none, its base step."""
         with self._read() as session:
-            return contiguous(session.scalars(query))
+            base = session.scalar(select(RunRow.base_step).where(RunRow.id == run_id)) or 0
+            return last_contiguous(session, run_id, base)
 
     def checkpoints(self, run_id: str) -> list[CheckpointRecord]:
         """All checkpoints of a run by step, those whose files were deleted too."""
@@ -149,20 +148,8 @@ class LedgerReader:
         if row is None:
             newest = list(session.scalars(select(RunRow.id).order_by(RunRow.created_at.desc()).limit(5)))
             known = f"Its newest runs: {', '.join(newest)}." if newest else "It has no runs yet."
-            raise LedgerError(f"run {run_id!r} is not in ledger {where(self._engine)}. {known}")
+            raise LedgerError(f"run {run_id!r} is not in ledger {where(self._transactions.engine)}. {known}")
         return row
-
-    @contextmanager
-    def _read(self) -> Iterator[Session]:
-        with self._transaction(self._read_engine) as session:
-            yield session
-
-    @contextmanager
-    def _transaction(self, engine: Engine) -> Iterator[Session]:
-        if self._closed.is_set():
-            raise LedgerError(f"ledger {where(self._engine)} was closed. Open it again.")
-        with ledger_errors(self._engine), Session(engine) as session, session.begin():
-            yield session
 
 
 def run_record(row: RunRow) -> RunRecord:
@@ -178,15 +165,17 @@ def run_record(row: RunRow) -> RunRecord:
         t0_ms=row.t0_ms,
         mlflow_run_id=row.mlflow_run_id,
         parent_run_id=row.parent_run_id,
+        base_step=row.base_step,
         created_at=row.created_at,
         updated_at=row.updated_at,
     )
 
 
-def contiguous(steps: Iterator[int] | list[int]) -> int:
-    """Of rising step numbers, the last before the first gap from 1 on: 3 for 1, 2, 3, 5."""
-    last = 0
-    for step in steps:
+def last_contiguous(session: Session, run_id: str, base: int) -> int:
+    """Of a run's committed steps, the last before the first gap after `base`: 3 for 1, 2, 3, 5 after 0."""
+    last = base
+    query = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > base).order_by(StepRow.step)
+    for step in session.scalars(query):
         if step != last + 1:
             break
         last = step

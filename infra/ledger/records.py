@@ -26,6 +26,8 @@ class NewRun:
     run_id: str | None = None
     """by default the name and its next number"""
     parent_run_id: str | None = None
+    base_step: int = 0
+    """the parent's step that a fork goes on from; `steps_planned` counts the parent's steps up to it too"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class RunRecord:
     """start of the run, milliseconds since the epoch: metric timestamps are computed from it"""
     mlflow_run_id: str | None
     parent_run_id: str | None
+    base_step: int
+    """0, or the parent's step that this run was forked from: its own steps count from the next one"""
     created_at: float
     """seconds since the epoch"""
     updated_at: float

@@ -4,11 +4,9 @@ Every write is one transaction. Every write that belongs to an attempt checks th
 transaction, so a stage is either committed with its metrics and samples by the run's owner, or not at all.
 """
 
-import math
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,12 +15,25 @@ from sqlalchemy.orm import Session
 
 from moonshift.core.errors import LedgerError
 
-from .engine import lock_run_numbers, migrate, open_engine, where
-from .leases import AttemptStart, checked_lease, end_attempt, take_lease
-from .models import CheckpointRow, EventRow, LeaseRow, OutboxRow, RunRow, SampleIndexRow, StageRow, StepRow
-from .reader import LedgerReader, contiguous, run_record
+from .engine import lock_run_numbers, migrate, open_engine
+from .faults import where
+from .leases import AttemptEnd, AttemptStart, checked_lease, end_attempt, locked_lease, take_lease
+from .models import (
+    AttemptRow,
+    CheckpointRow,
+    EventRow,
+    LeaseRow,
+    OutboxRow,
+    RunRow,
+    SampleIndexRow,
+    StageRow,
+    StepRow,
+)
+from .reader import LedgerReader, last_contiguous, run_record
 from .records import CheckpointRecord, Lease, NewRun, RunRecord, StageCommit, finite_json
+from .rows import checkpoint_row, outbox_values, sample_values, stage_row
 from .states import CheckpointState, RunState, StepState
+from .transactions import Transactions, never_found
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # longer than a name: its number is in it
@@ -37,11 +48,13 @@ class Ledger(LedgerReader):
     """
 
     @classmethod
-    def open(cls, url: str, *, busy_timeout_s: float = 30.0) -> Self:
+    def open(cls, url: str, *, busy_timeout_s: float = 30.0, retry_s: float = 60.0) -> Self:
         """Open the ledger at `url`, making or migrating it first.
 
-        A write waits up to `busy_timeout_s` seconds for SQLite's lock. Raises LedgerError (URL, driver, not a ledger,
-        locked, newer schema) or StorageError (folder or file).
+        A write waits up to `busy_timeout_s` seconds for a lock. Whatever is asked or written later and meets a ledger
+        that is locked for longer or away is tried again for `retry_s` seconds; opening is not. Raises LedgerAwayError
+        (locked, no server), LedgerError (URL, driver, log-in, not a ledger, newer schema) or StorageError (folder or
+        file).
         """
         engine = open_engine(url, busy_timeout_s=busy_timeout_s)
         try:
@@ -49,7 +62,7 @@ class Ledger(LedgerReader):
         except BaseException:
             engine.dispose()
             raise
-        return cls(engine)
+        return cls(Transactions(engine, retry_s))
 
     def __enter__(self) -> Self:
         return self
@@ -59,23 +72,31 @@ class Ledger(LedgerReader):
     ) -> None:
         self.close()
 
-    def create_run(self, new: NewRun) -> RunRecord:
-        """Enter a run in state CREATED.
+    def create_run(
+        self,
+        new: NewRun,
+        *,
+        checkpoint: CheckpointRecord | None = None,
+        events: Sequence[tuple[str, dict[str, Any]]] = (),
+    ) -> RunRecord:
+        """Enter a run in state CREATED, with the checkpoint and the (kind, detail) events that it begins with, if any.
 
         Raises LedgerError for a name or id that could not safely name a folder, an id that is taken, a parent that is
         not there, or numbers out of range.
         """
         _check_new_run(new)
-        with self._write() as session:
+        now = time.time()
+
+        def work(session: Session) -> RunRecord:
             lock_run_numbers(session.connection())
             if new.parent_run_id is not None:
                 self._run_row(session, new.parent_run_id)
             run_id = new.run_id or _next_run_id(session, new.name)
             if session.get(RunRow, run_id) is not None:
                 raise LedgerError(
-                    f"run {run_id!r} is already in ledger {where(self._engine)}. Resume it, or leave the id out."
+                    f"run {run_id!r} is already in ledger {where(self._transactions.engine)}. Resume it, or leave "
+                    "the id out."
                 )
-            now = time.time()
             row = RunRow(
                 id=run_id,
                 name=new.name,
@@ -86,27 +107,54 @@ class Ledger(LedgerReader):
                 steps_planned=new.steps_planned,
                 t0_ms=int(now * 1000),
                 parent_run_id=new.parent_run_id,
+                base_step=new.base_step,
                 created_at=now,
                 updated_at=now,
             )
             session.add(row)
             session.flush()
             session.add(LeaseRow(run_id=run_id, token=0, owner=None, expires_at=0.0))
+            if checkpoint is not None:
+                session.add(checkpoint_row(run_id, checkpoint))
+            session.add_all(
+                EventRow(run_id=run_id, attempt_id=None, at=now, kind=kind, detail=finite_json(detail))
+                for kind, detail in events
+            )
             return run_record(row)
 
+        return self._transactions.write(work)
+
     def set_run_state(self, lease: Lease, state: RunState) -> None:
-        """Set the state of the run. Raises LedgerError for a lost lease, or COMPLETED before the planned steps are."""
-        with self._write() as session:
+        """Set the state of the run.
+
+        Raises LeaseLostError for a lost lease, LedgerError for COMPLETED before the planned steps are.
+        """
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
             self._set_state(session, lease.run_id, state)
 
+        self._transactions.settle(work, never_found)
+
     def set_mlflow_run_id(self, lease: Lease, mlflow_run_id: str) -> None:
-        """Say which MLflow run shows this run. Raises LedgerError for a lost lease."""
-        with self._write() as session:
+        """Say which MLflow run shows this run. Raises LeaseLostError for a lost lease."""
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
             row = self._run_row(session, lease.run_id)
             row.mlflow_run_id = mlflow_run_id
             row.updated_at = time.time()
+
+        self._transactions.settle(work, never_found)
+
+    def set_steps_planned(self, lease: Lease, steps: int) -> None:
+        """Say how many steps the run has, after it was lengthened. Raises LeaseLostError for a lost lease."""
+
+        def work(session: Session) -> None:
+            checked_lease(session, lease)
+            self._run_row(session, lease.run_id).steps_planned = steps
+
+        self._transactions.settle(work, never_found)
 
     def acquire(self, run_id: str, *, lease_s: float, flow_run_id: str | None = None, resume_step: int = 0) -> Lease:
         """Become the owner of a run for `lease_s` seconds and open an attempt; the run is RUNNING from now on.
@@ -115,60 +163,77 @@ class Ledger(LedgerReader):
         that has ended; its attempt is closed as CRASHED. Raises LeaseHeldError otherwise.
         """
         start = AttemptStart(lease_s=lease_s, flow_run_id=flow_run_id, resume_step=resume_step)
-        with self._write() as session:
-            return take_lease(session, self._run_row(session, run_id), start)
+        return self._transactions.write(lambda session: take_lease(session, self._run_row(session, run_id), start))
 
     def heartbeat(self, lease: Lease, lease_s: float) -> None:
-        """Own the run for `lease_s` seconds from now. Raises LedgerError when the lease was lost."""
-        with self._write() as session:
+        """Own the run for `lease_s` seconds from now.
+
+        Raises LeaseLostError when the lease was lost, LedgerAwayError at once when the ledger is locked or away: the
+        next beat is the second try.
+        """
+
+        def work(session: Session) -> None:
             checked_lease(session, lease).expires_at = time.time() + lease_s
+
+        self._transactions.once(work)
 
     def release(self, lease: Lease, state: RunState, error: str | None = None) -> None:
         """End the attempt and give the run back; attempt and run get `state`.
 
-        Raises LedgerError for a lost lease, a state that ends nothing, or COMPLETED before the planned steps are.
+        Raises LeaseLostError for a lost lease, LedgerError for a state that ends nothing, or COMPLETED before the
+        planned steps are.
         """
-        with self._write() as session:
-            end_attempt(session, lease, state, error)
+        now = time.time()
+
+        def work(session: Session) -> None:
+            end_attempt(session, lease, AttemptEnd(state=state, error=error, at=now))
             self._set_state(session, lease.run_id, state)
+
+        def found(session: Session) -> bool:
+            locked_lease(session, lease.run_id)
+            return session.get_one(AttemptRow, lease.attempt_id).ended_at == now
+
+        self._transactions.settle(work, found)
 
     def commit_stage(self, lease: Lease, commit: StageCommit) -> None:
         """Commit a stage, its sample rows and one outbox row a metric: all of it or nothing.
 
-        Raises LedgerError for a lost lease, a stage that is committed already, or a metric or sample there twice.
+        Raises LeaseLostError for a lost lease, LedgerError for a stage that is committed already, or a metric or
+        sample there twice.
         """
-        with self._write() as session:
+        now = time.time()
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
             _refuse_second_commit(session, lease.run_id, commit)
-            session.add(
-                StageRow(
-                    run_id=lease.run_id,
-                    step=commit.step,
-                    name=commit.name,
-                    attempt_id=lease.attempt_id,
-                    input_digest=commit.input_digest,
-                    path=commit.path,
-                    digest=commit.digest,
-                    seconds=commit.seconds,
-                    metrics=finite_json({key: float(value) for key, value in commit.metrics.items()}),
-                    committed_at=time.time(),
-                )
-            )
+            session.add(stage_row(lease, commit, now))
             session.flush()
             if commit.samples:
-                session.execute(insert(SampleIndexRow), _sample_values(lease.run_id, commit))
+                session.execute(insert(SampleIndexRow), sample_values(lease.run_id, commit))
             if commit.metrics:
-                session.execute(insert(OutboxRow), _outbox_values(lease.run_id, commit))
+                session.execute(insert(OutboxRow), outbox_values(lease.run_id, commit))
+
+        def found(session: Session) -> bool:
+            locked_lease(session, lease.run_id)
+            row = session.get(StageRow, (lease.run_id, commit.step, commit.name))
+            return row is not None and (row.attempt_id, row.committed_at) == (lease.attempt_id, now)
+
+        self._transactions.settle(work, found)
 
     def commit_step(self, lease: Lease, step: int, policy_version: int) -> None:
         """Commit a step; `policy_version` steps have been applied to the weights now.
 
-        Raises LedgerError for a lost lease, a step that is committed already, or a step below 1.
+        Raises LeaseLostError for a lost lease, LedgerError for a step that is committed already, or one that is not the
+        run's own.
         """
-        if step < 1:
-            raise LedgerError(f"step {step} of run {lease.run_id!r} cannot be committed: steps are counted from 1.")
-        with self._write() as session:
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
+            first = self._run_row(session, lease.run_id).base_step + 1
+            if step < first:
+                raise LedgerError(
+                    f"step {step} of run {lease.run_id!r} cannot be committed: steps are counted from {first}."
+                )
             if session.get(StepRow, (lease.run_id, step)) is not None:
                 raise LedgerError(f"step {step} of run {lease.run_id!r} is committed already. Go on with the next one.")
             session.add(
@@ -176,56 +241,68 @@ class Ledger(LedgerReader):
             )
             self._run_row(session, lease.run_id).updated_at = time.time()
 
+        def found(session: Session) -> bool:
+            checked_lease(session, lease)  # so that nobody but this attempt can have committed it
+            row = session.get(StepRow, (lease.run_id, step))
+            return row is not None and row.policy_version == policy_version
+
+        self._transactions.settle(work, found)
+
     def record_checkpoint(self, lease: Lease, checkpoint: CheckpointRecord) -> None:
         """Enter a checkpoint; one written again for the same step takes the place of the first.
 
-        Raises LedgerError for a lost lease.
+        Raises LeaseLostError for a lost lease.
         """
-        with self._write() as session:
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
-            session.merge(
-                CheckpointRow(
-                    run_id=lease.run_id,
-                    step=checkpoint.step,
-                    path=checkpoint.path,
-                    manifest_sha256=checkpoint.manifest_sha256,
-                    bytes=checkpoint.bytes,
-                    state=checkpoint.state,
-                )
-            )
+            session.merge(checkpoint_row(lease.run_id, checkpoint))
+
+        self._transactions.settle(work, never_found)
 
     def mark_checkpoint_deleted(self, lease: Lease, step: int) -> None:
-        """Say that a checkpoint's files are gone. Raises LedgerError for a lost lease or an unknown checkpoint."""
-        with self._write() as session:
+        """Say that a checkpoint's files are gone. Raises LeaseLostError, or LedgerError for an unknown one."""
+
+        def work(session: Session) -> None:
             checked_lease(session, lease)
             row = session.get(CheckpointRow, (lease.run_id, step))
             if row is None:
                 raise LedgerError(f"run {lease.run_id!r} has no checkpoint of step {step} in the ledger.")
             row.state = CheckpointState.DELETED
 
+        self._transactions.settle(work, never_found)
+
     def event(self, run_id: str, kind: str, detail: dict[str, Any], attempt_id: int | None = None) -> None:
         """Note that something happened; needs no lease, so that an onlooker can report too.
 
         `detail` is JSON; NaN and infinities become texts. Raises LedgerError for an unknown run or attempt.
         """
-        with self._write() as session:
+        entry = {"run_id": run_id, "attempt_id": attempt_id, "at": time.time(), "kind": kind}
+
+        def work(session: Session) -> None:
             self._run_row(session, run_id)
-            session.add(
-                EventRow(run_id=run_id, attempt_id=attempt_id, at=time.time(), kind=kind, detail=finite_json(detail))
-            )
+            session.add(EventRow(**entry, detail=finite_json(detail)))
+
+        def found(session: Session) -> bool:
+            session.get(RunRow, run_id, with_for_update=True)  # what enters an event holds it for its foreign key
+            return session.scalar(select(EventRow.id).filter_by(**entry).limit(1)) is not None
+
+        self._transactions.settle(work, found)
 
     def mark_sent(self, ids: Sequence[int]) -> None:
         """Say that the tracking server has these points; saying it twice changes nothing."""
-        with self._write() as session:
+
+        def work(session: Session) -> None:
             for start in range(0, len(ids), _IDS_PER_UPDATE):
                 chunk = ids[start : start + _IDS_PER_UPDATE]
                 session.execute(update(OutboxRow).where(OutboxRow.id.in_(chunk)).values(sent=True))
 
+        self._transactions.settle(work, never_found)
+
     def _set_state(self, session: Session, run_id: str, state: RunState) -> None:
         row = self._run_row(session, run_id)
         if state is RunState.COMPLETED:
-            steps = select(StepRow.step).where(StepRow.run_id == run_id, StepRow.step > 0).order_by(StepRow.step)
-            done = contiguous(session.scalars(steps))
+            done = last_contiguous(session, run_id, row.base_step)
             if done < row.steps_planned:
                 raise LedgerError(
                     f"run {run_id!r} cannot be COMPLETED: {done} of its {row.steps_planned} planned steps are "
@@ -233,11 +310,6 @@ class Ledger(LedgerReader):
                 )
         row.state = state
         row.updated_at = time.time()
-
-    @contextmanager
-    def _write(self) -> Iterator[Session]:
-        with self._transaction(self._engine) as session:
-            yield session
 
 
 def _check_new_run(new: NewRun) -> None:
@@ -250,6 +322,11 @@ def _check_new_run(new: NewRun) -> None:
         raise LedgerError(f"seed {new.seed} of run {new.name!r} is out of range: choose one from 0 to 2^63 - 1.")
     if new.steps_planned < 0:
         raise LedgerError(f"run {new.name!r} plans {new.steps_planned} steps: plan 0 or more.")
+    if new.base_step < 0 or (new.base_step and (new.parent_run_id is None or new.steps_planned <= new.base_step)):
+        raise LedgerError(
+            f"run {new.name!r} cannot begin after step {new.base_step} of {new.parent_run_id or 'no parent'} and plan "
+            f"{new.steps_planned} steps: a fork names its parent, and plans more steps than it takes over."
+        )
 
 
 def _next_run_id(session: Session, name: str) -> str:
@@ -276,37 +353,3 @@ def _refuse_second_commit(session: Session, run_id: str, commit: StageCommit) ->
                 f"stage {commit.name!r} of step {commit.step} of run {run_id!r} reports metrics that another stage of "
                 f"this step has reported: {', '.join(twice)}. Name them apart."
             )
-
-
-def _sample_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
-    return [
-        {
-            "run_id": run_id,
-            "step": commit.step,
-            "uid": sample.uid,
-            "epoch": sample.epoch,
-            "sample_index": sample.sample_index,
-            "reward": None if sample.reward is None or math.isnan(sample.reward) else float(sample.reward),
-            "response_tokens": sample.response_tokens,
-            "finish_reason": sample.finish_reason,
-        }
-        for sample in commit.samples
-    ]
-
-
-def _outbox_values(run_id: str, commit: StageCommit) -> list[dict[str, Any]]:
-    values = []
-    for key, given in commit.metrics.items():
-        value = float(given)
-        finite = math.isfinite(value)
-        values.append(
-            {
-                "run_id": run_id,
-                "key": key,
-                "step": commit.step,
-                "value": value if finite else None,
-                "value_text": None if finite else repr(value),
-                "sent": False,
-            }
-        )
-    return values

@@ -9,10 +9,11 @@ from pathlib import Path
 from ..ledger import CheckpointState, Ledger
 from .audit import Audit
 from .counts import COUNTS
-from .facts import CONFIG_EVENT, Facts, Finding, Kind, gather, row
+from .facts import Facts, Finding, Kind, gather, row
 from .files import FILES
+from .lineage import beginning
 
-__all__ = ["CONFIG_EVENT", "Finding", "Kind", "findings", "scope", "verify"]
+__all__ = ["Finding", "Kind", "findings", "scope", "verify"]
 
 
 def verify(ledger: Ledger, run_id: str, home: Path) -> list[Finding]:
@@ -32,22 +33,23 @@ def verify(ledger: Ledger, run_id: str, home: Path) -> list[Finding]:
 def findings(ledger: Ledger, run_id: str, home: Path) -> Iterator[Finding]:
     """The same one by one, each check made when it is asked for: `next(findings(…), None)` stops at the first."""
     facts = gather(ledger, run_id, home)
-    for check in (*COUNTS, *FILES, unsent):
+    for check in (beginning, *COUNTS, *FILES, unsent):
         yield from check(facts)
 
 
 def scope(ledger: Ledger, run_id: str) -> str:
     """What there is to check, in numbers. Raises LedgerError for an unknown run.
 
-    Example: "5 steps, 35 stages, 640 samples, 233 metric points, 2 checkpoints".
+    Example: "5 steps, 35 stages, 640 samples, 233 metric points, 2 checkpoints"; of a fork " after nightly-0001@20".
     """
-    ledger.run(run_id)
+    run = ledger.run(run_id)
     audit = Audit(ledger)
     kept = [record for record in ledger.checkpoints(run_id) if record.state is CheckpointState.KEPT]
     samples = sum(count for _, count, _, _ in audit.sample_steps(run_id))
     return (
-        f"{ledger.last_step(run_id)} steps, {len(ledger.stages(run_id))} stages, {samples} samples, "
+        f"{ledger.last_step(run_id) - run.base_step} steps, {len(ledger.stages(run_id))} stages, {samples} samples, "
         f"{len(audit.points(run_id))} metric points, {len(kept)} checkpoints"
+        + (f" after {run.parent_run_id}@{run.base_step}" if run.base_step else "")
     )
 
 

@@ -13,7 +13,7 @@ class Audit(LedgerReader):
     """Questions about whole tables that nobody else asks; on the connections of the ledger it is made from."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger._engine)
+        super().__init__(ledger._transactions)
 
     def steps(self, run_id: str) -> list[tuple[int, int]]:
         """(step, policy version) of every committed step."""

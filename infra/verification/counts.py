@@ -11,6 +11,8 @@ from ..draws import POSITION, SELECT, TRAINED, round_name
 from .facts import Facts, Finding, Kind, row
 
 EACH_STEP = ("rollout", "score", "log_probs", "advantage", "update")
+BEFORE = ("warm_start", "validate")
+"""Stages before a run's first step."""
 BETWEEN = (SELECT, "validate", "checkpoint")
 """Stages of a step that are there in some configs, or after some steps."""
 EVERY_STEP_KEYS = ("critic/score/mean", "response_length/mean", "training/global_step", "training/optimizer_steps")
@@ -25,15 +27,16 @@ def config(facts: Facts) -> Iterator[Finding]:
 
 
 def steps(facts: Facts) -> Iterator[Finding]:
-    """Steps 1 to n, none missing; all of them in a run that is COMPLETED."""
+    """Steps 1 to n, none missing; all of them in a run that is COMPLETED. Those of a fork follow on its parent's."""
+    first = facts.origin.step + 1
     where = row("steps", facts)
     numbers = [step for step, _ in facts.steps]
     end = facts.planned if facts.completed else facts.last
-    for step in sorted(set(range(1, end + 1)) - set(numbers)):
+    for step in sorted(set(range(first, end + 1)) - set(numbers)):
         yield Finding(kind=Kind.STEPS, where=f"{where}, step {step}", expected="a committed step", found="none")
     for step, version in facts.steps:
-        if not 1 <= step <= facts.planned:
-            expected = f"steps from 1 to {facts.planned}"
+        if not first <= step <= facts.planned:
+            expected = f"steps from {first} to {facts.planned}"
             yield Finding(kind=Kind.STEPS, where=where, expected=expected, found=f"step {step}")
         if version != step:
             expected = f"policy version {step}"
@@ -42,15 +45,16 @@ def steps(facts: Facts) -> Iterator[Finding]:
 
 def due(facts: Facts) -> Iterator[Finding]:
     """Every stage that the plan asks for; none of a step that could not have begun, none of an unknown name."""
+    start = facts.origin.step
     for step, name in facts.stages:
         base, dash, round_ = name.partition("-")
         drawn_again = dash and base in EACH_STEP[:2] and round_.isdecimal()
-        known = ("warm_start", "validate") if step == 0 else (*EACH_STEP, *BETWEEN)
-        if (name not in known and not drawn_again) or not 0 <= step <= facts.last + 1:
-            expected = f"stages of steps 0 to {facts.last + 1} that this version knows"
+        known = BEFORE if step == start else (*EACH_STEP, *BETWEEN)
+        if (name not in known and not drawn_again) or not start <= step <= facts.last + 1:
+            expected = f"stages of steps {start} to {facts.last + 1} that this version knows"
             where = row("stages", facts)
             yield Finding(kind=Kind.STEPS, where=where, expected=expected, found=f"stage {name} of step {step}")
-    for step in range(facts.last + 1 if facts.last else 0):
+    for step in range(start, facts.last + 1) if facts.last > start else ():
         for name in _stages_due(facts, step):
             if (step, name) not in facts.stages:
                 where = row("stages", facts, f"step {step}")
@@ -61,8 +65,8 @@ def _stages_due(facts: Facts, step: int) -> Iterator[str]:
     """What a step must have; what comes after the update of the last step may be yet to come."""
     ended = facts.completed or step < facts.last
     first = facts.config
-    if step == 0:
-        if first.warm_start.steps:
+    if step == facts.origin.step:
+        if first.warm_start.steps and step == 0:
             yield "warm_start"
         if all(config.data.val_files and config.trainer.val_before_train for config in facts.configs):
             yield "validate"
@@ -108,14 +112,18 @@ def _prompts_drawn(facts: Facts, step: int) -> int | None:
     if not facts.config.algorithm.filter_groups.enable:
         return facts.plan.prompts_per_step
     now, before = facts.stages.get((step, SELECT)), facts.stages.get((step - 1, SELECT))
-    if now is None or (before is None and step > 1):
+    if now is None or (before is None and step > facts.origin.step + 1):
         return None
-    return int(now.metrics[POSITION] - (before.metrics[POSITION] if before else 0))
+    return int(now.metrics[POSITION] - (before.metrics[POSITION] if before else facts.origin.data_position))
 
 
 def epochs(facts: Facts) -> Iterator[Finding]:
-    """No epoch begins before the one before it has ended, and every ended one has the same prompts: none skipped."""
-    reached = 0
+    """No epoch begins before the one before it has ended, and every ended one has the same prompts: none skipped.
+
+    The prompts of a fork's first epoch that come before its beginning are its parent's.
+    """
+    origin = facts.origin
+    reached = origin.epoch
     for step, _, first, last in facts.audit.sample_steps(facts.run.run_id):
         if first < reached:
             where = row("samples", facts, f"step {step}")
@@ -124,18 +132,19 @@ def epochs(facts: Facts) -> Iterator[Finding]:
             )
         reached = max(reached, last)
     each = facts.audit.prompts(facts.run.run_id)
-    whole = facts.audit.prompts_before(facts.run.run_id, reached)
-    for epoch in range(reached):
-        if each.get(epoch, 0) != whole:
+    whole = origin.num_rows or facts.audit.prompts_before(facts.run.run_id, reached)
+    for epoch in range(origin.epoch, reached):
+        own = whole - origin.offset if epoch == origin.epoch else whole
+        if each.get(epoch, 0) != own:
             where = row("samples", facts, f"epoch {epoch}")
-            expected = f"each of the {whole} prompts of the epochs that have ended"
+            expected = f"each of the {own} prompts of the epochs that have ended"
             yield Finding(kind=Kind.SAMPLES, where=where, expected=expected, found=f"{each.get(epoch, 0)} prompts")
 
 
 def optimizer(facts: Facts) -> Iterator[Finding]:
     """The counter of optimizer steps, step by step: what the plan takes, less what was skipped and counted."""
-    counter, planned = 0, 0
-    for step in range(1, facts.last + 1):
+    counter = planned = facts.origin.optimizer_steps
+    for step in range(facts.origin.step + 1, facts.last + 1):
         update = facts.stages.get((step, "update"))
         if update is None:
             return  # named by `due`
@@ -184,7 +193,7 @@ def metrics(facts: Facts) -> Iterator[Finding]:
             where = row("metrics_outbox", facts, f"{place[1]} of step {place[0]}")
             told = "no point: no stage measured it" if expected is None else expected
             yield Finding(kind=Kind.METRICS, where=where, expected=told, found=value or "no point")
-    for step in range(1, facts.last + 1):
+    for step in range(facts.origin.step + 1, facts.last + 1):
         for key in EVERY_STEP_KEYS:
             if (step, key) not in measured and (step, key) not in found:
                 where = row("metrics_outbox", facts, f"{key} of step {step}")

@@ -9,10 +9,10 @@ from moonshift.core.config.schema import Config
 from moonshift.core.plan import BatchPlan, make_plan
 
 from ..ledger import CheckpointRecord, Ledger, RunRecord, RunState, StageRecord
+from ..origin import Origin, find_origin
+from ..run_config import changed_configs
 from .audit import Audit
 
-CONFIG_EVENT = "config"
-"""Kind of the event by which an attempt tells that it goes on with other placement: detail `{"json": …}`."""
 RESTORE = "The run's files or rows were changed by hand or by the disk: go back to a copy, or start a new run."
 
 
@@ -20,6 +20,7 @@ class Kind(StrEnum):
     """What is wrong; only UNSENT can be mended, by `sync`."""
 
     CONFIG = "config"
+    ORIGIN = "origin"
     STEPS = "steps"
     SAMPLES = "samples"
     OPTIMIZER = "optimizer"
@@ -58,6 +59,8 @@ class Facts:
     steps: list[tuple[int, int]]
     stages: dict[tuple[int, str], StageRecord]
     checkpoints: list[CheckpointRecord]
+    origin: Origin
+    """where the run's own steps begin; of a fork without its event, no more than its row says"""
 
     @property
     def config(self) -> Config:
@@ -73,8 +76,8 @@ class Facts:
 
     @property
     def last(self) -> int:
-        """The last committed step, whatever is missing before it."""
-        return max((step for step, _ in self.steps), default=0)
+        """The last committed step, whatever is missing before it; without one, the step that the run begins after."""
+        return max((step for step, _ in self.steps), default=self.origin.step)
 
     @property
     def planned(self) -> int:
@@ -94,8 +97,7 @@ def gather(ledger: Ledger, run_id: str, home: Path) -> Facts:
         ConfigError, PlanError: when its config cannot be read by this version.
     """
     run, audit = ledger.run(run_id), Audit(ledger)
-    changed = [event.detail["json"] for event in ledger.events(run_id) if event.kind == CONFIG_EVENT]
-    configs = tuple(config_from_json(text) for text in (run.config_json, *changed))
+    configs = tuple(config_from_json(text) for text in (run.config_json, *changed_configs(ledger, run_id)))
     return Facts(
         ledger=ledger,
         audit=audit,
@@ -106,6 +108,7 @@ def gather(ledger: Ledger, run_id: str, home: Path) -> Facts:
         steps=audit.steps(run_id),
         stages={(record.step, record.name): record for record in ledger.stages(run_id)},
         checkpoints=ledger.checkpoints(run_id),
+        origin=find_origin(ledger, run) or Origin(parent_run_id=run.parent_run_id, step=run.base_step),
     )
 
 

@@ -18,6 +18,7 @@ from ..draws import SELECT, round_name
 from ..files import files_below, folder_digest, sha256_file
 from ..ledger import CheckpointRecord, CheckpointState, StageRecord
 from .facts import Facts, Finding, Kind, row
+from .lineage import taken_over
 
 FALL_BACK = "Resume falls back to the newest checkpoint that is whole; a copy of this one can be put back."
 
@@ -47,15 +48,24 @@ def _checkpoint(facts: Facts, step: int, record: CheckpointRecord | None) -> Ite
         if facts.completed:  # else it waits for its commit, which the next attempt makes
             yield wrong(place, "a row of the ledger that keeps it", "none")
         return
-    committed = facts.stages.get((step, "checkpoint"))
+    written = _written(facts, step)
     for what, expected, found in (
         (f"{place / snapshots.MANIFEST}, SHA-256", record.manifest_sha256, sha256_file(place / snapshots.MANIFEST)),
         (f"{place / snapshots.MANIFEST}, step", str(step), str(manifest.step)),
         (f"{place}, bytes of its files", str(record.bytes), str(manifest.bytes)),
-        (f"{place}, digest of the stage", committed.digest if committed else "none", _digest(place, manifest)),
+        (f"{place}, digest of the stage", written, _digest(place, manifest)),
     ):
         if expected != found:
             yield wrong(what, expected, found)
+
+
+def _written(facts: Facts, step: int) -> str:
+    """Digest of a checkpoint as the stage wrote it, or as the fork took it over."""
+    committed = facts.stages.get((step, "checkpoint"))
+    if committed is not None:
+        return committed.digest
+    name = f"checkpoints/{snapshots.folder_of(facts.checkpoint_folder, step).name}"
+    return facts.origin.digests.get(name, "none")
 
 
 def _digest(place: Path, manifest: snapshots.Manifest) -> str:
@@ -156,4 +166,4 @@ def _identity(facts: Facts) -> str:
     return next(fitting, now)
 
 
-FILES = (lineage, checkpoints, outputs)
+FILES = (lineage, checkpoints, taken_over, outputs)

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from .comparison import Home, differences, metric_gap, unsound
 from .injector import CALL_KINDS, FORWARD_KINDS, KEEPS, KINDS, STORAGE_KINDS, Plan
+from .mutants import MUTANTS, survives
 from .runs import (
     QUIET_S,
     RESUMES,
@@ -287,6 +289,24 @@ def oom(
             return True, faults + unsound(attempt.home)
 
         strike_all(setting, "oom", 1, strike, "as expected")
+
+
+@app.command()
+def mutants(
+    only: Annotated[str, typer.Option(help="Those whose name contains this text.")] = "",
+) -> None:
+    """Break each promise on purpose, in a copy of the sources: exit 1 unless tests go red for every one."""
+    chosen = [mutant for mutant in MUTANTS if only in mutant.name]
+    alive = []
+    for number, mutant in enumerate(chosen, start=1):
+        with tempfile.TemporaryDirectory() as folder:
+            reason = survives(mutant, Path(folder))
+        typer.echo(f"{number:3} {'SURVIVES' if reason else 'found out'}: {mutant.name}")
+        alive += [reason] if reason else []
+    typer.echo(f"{len(chosen) - len(alive)} of {len(chosen)} found out")
+    if alive:
+        typer.echo("\n".join(alive), err=True)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,14 @@ def test_epochs_and_seeds_have_orders_of_their_own_that_never_change() -> None:
     assert shuffled(8, 7, 2) == (6, 7, 4, 0, 1, 5, 3, 2)
 
 
+def test_each_epoch_of_a_sampler_has_the_order_of_its_number() -> None:
+    rows = sampler(8, 8, seed=7)
+    assert [row for _, row in rows.indices(3)] == [6, 7, 4, 0, 1, 5, 3, 2]
+    assert [rows.indices(step) for step in (1, 2)] == [
+        [(epoch, row) for row in shuffled(8, 7, epoch)] for epoch in (0, 1)
+    ]
+
+
 @pytest.mark.case("D08")
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers() -> None:
     with pytest.raises(DataError, match=r"128 rows.*train_batch_size is 1024.*to 128 or less"):

@@ -34,7 +34,7 @@ def test_a_signal_leaves_a_preempted_run_and_no_process(
 ) -> None:
     home = tmp_path / "home"
     process = start(home, server_home)
-    wait_for_stage(home, "step-0002/score", process)
+    wait_for_stage(home, "step-0005/rollout", process)
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     _, shown = process.communicate(timeout=120)
@@ -43,6 +43,10 @@ def test_a_signal_leaves_a_preempted_run_and_no_process(
     assert rows(home, "select state from runs") == [("PREEMPTED",)]
     assert still_running(below, 60) == [], "processes outlived their driver"
     if sent is signal.SIGTERM:
+        # and the newest checkpoint turns out to be damaged: the one before and two redo logs bring back the weights
+        damaged = home / "runs" / "quickstart-0001" / "checkpoints" / "step-000004" / "optimizer.safetensors"
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         resume_and_compare(home, server_home, unbroken)
 
 

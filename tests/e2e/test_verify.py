@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from moonshift.infra.ledger import Ledger
 from moonshift.infra.tracking import sync
 from moonshift.infra.verification import Kind, findings, scope, verify
 
-from .conftest import rows
+from .conftest import command, environment_of, rows
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,28 @@ def test_a_real_run_is_whole_and_a_changed_byte_is_named(unbroken: tuple[Path, A
             assert first.kind is kind and first.where in str(place), first
             place.write_bytes(content)
         assert verify(ledger, run_id, home) == []
+
+
+def test_the_command_names_what_is_wrong_and_says_what_is_whole(unbroken: tuple[Path, Any], tmp_path: Path) -> None:
+    home, run_id = tmp_path / "home", unbroken[1]["run_id"]
+    shutil.copytree(unbroken[0], home, ignore=shutil.ignore_patterns("prefect", "models", "ray*"))
+
+    def verified(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command("verify", run_id, *options), env=environment_of(home, {}), capture_output=True, text=True
+        )
+
+    whole = verified()
+    assert whole.returncode == 0 and whole.stdout.startswith(f"{run_id} is whole: 5 steps, 32 stages")
+    (home / "runs" / run_id / "checkpoints" / "step-000005" / "state.json").write_text("{}")
+    with sqlite3.connect(home / "ledger.db") as connection:
+        connection.execute("delete from samples where step = 2 and sample_index = 0")
+    first, every = verified(), verified("--all")
+    assert first.returncode == every.returncode == 1
+    assert len(first.stdout.splitlines()) == 1 and first.stdout.startswith("wrong: samples:")
+    assert "state.json" in every.stdout and len(every.stdout.splitlines()) > 1
+    unknown = subprocess.run(command("verify", "nobody"), env=environment_of(home, {}), capture_output=True, text=True)
+    assert unknown.returncode == 1 and "nobody" in unknown.stderr and "Traceback" not in unknown.stderr
 
 
 def test_points_that_mlflow_has_already_are_not_doubled(unbroken: tuple[Path, Any], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from .conftest import MEASURED_BY_THE_CLOCK, command, environment_of, rows, start, train, wait_for_stage
+from .conftest import MEASURED_BY_THE_CLOCK, command, environment_of, rows, start, still_running, train, wait_for_stage
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,27 @@ def test_a_killed_model_worker_is_replaced_and_the_numbers_stay(
     assert same_numbers(home, unbroken)
     (lost,) = events(home, "worker_lost")
     assert "actor_rollout_ref" in lost["call"] and "died" in lost["error"]
+
+
+def test_a_model_worker_that_hangs_is_replaced_and_leaves_no_process(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path
+) -> None:
+    """A stopped process answers to nothing, neither to the call nor to Ray's wish that it end."""
+    home = tmp_path / "home"
+    process = start(home, server_home, "recovery.stage_patience_s=8")
+    wait_for_stage(home, "step-0003/score", process)  # later stages have a history, and so a deadline
+    worker = next(
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "ModelWorker" in "".join(child.cmdline())
+    )
+    worker.send_signal(signal.SIGSTOP)
+    _, shown = process.communicate(timeout=300)
+    assert process.returncode == 0, shown
+    assert still_running([worker], 5) == []
+    assert same_numbers(home, unbroken)
+    (lost,) = events(home, "worker_lost")
+    assert "did not answer within" in lost["error"] and "GiB free" in lost["memory"]
 
 
 def test_a_hung_reward_is_dumped_and_repeated(server_home: dict[str, str], tmp_path: Path) -> None:

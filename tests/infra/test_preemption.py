@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -9,7 +10,7 @@ import pytest
 
 from moonshift.flows.termination import terminable
 from moonshift.infra import preemption
-from moonshift.infra.preemption import Preempted, noted_signals
+from moonshift.infra.preemption import Preempted, noted_signals, patient
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +65,37 @@ def test_without_a_signal_nothing_changes() -> None:
     with pytest.raises(KeyError), terminable():
         raise KeyError("mine")
     assert preemption.received() is None
+
+
+def test_within_its_grace_a_stage_ends_and_the_next_check_raises() -> None:
+    ended = False
+    with pytest.raises(Preempted), terminable():
+        with patient(30.0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            ended = True
+        preemption.check()
+    assert ended and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_past_its_grace_a_stage_is_abandoned() -> None:
+    started = time.monotonic()
+    with pytest.raises(Preempted) as caught, terminable(), patient(0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    assert caught.value.number == signal.SIGTERM and 0.15 < time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait(second: signal.Signals) -> None:
+    with pytest.raises(Preempted) as caught, terminable(), patient(30.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), second)
+        raise AssertionError("the second signal did not raise")
+    assert caught.value.number == signal.SIGTERM
+
+
+def test_ctrl_c_does_not_wait() -> None:
+    with pytest.raises(Preempted), terminable(), patient(30.0):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("Ctrl-C did not raise")

@@ -73,7 +73,7 @@ def test_sync_says_what_it_needs_where_it_cannot_send(make: Make) -> None:
 
 def test_a_ledger_that_was_locked_does_not_end_the_sender(make: Make) -> None:
     small = make()
-    impatient = Ledger.open(f"sqlite:///{small.home / 'ledger.db'}", busy_timeout_s=0.1)
+    impatient = Ledger.open(f"sqlite:///{small.home / 'ledger.db'}", busy_timeout_s=0.1, retry_s=0)
     tracker = Tracker(impatient, small.lease, small.config, small.home)
     small.begin()
     with sqlite3.connect(small.home / "ledger.db", isolation_level=None) as other:

@@ -10,7 +10,8 @@ from moonshift.core.config import identity_hash, load_config, to_json
 from moonshift.core.errors import LedgerError
 from moonshift.infra import snapshots
 from moonshift.infra.ledger import Lease, RunState, StageCommit
-from moonshift.infra.verification import CONFIG_EVENT, Kind, findings, scope, verify
+from moonshift.infra.run_config import CONFIG_EVENT
+from moonshift.infra.verification import Kind, findings, scope, verify
 
 from .small_run import RUN, SETTINGS, Make, Small, maker
 

@@ -1,0 +1,26 @@
+"""The config that a run goes on with: the one it was made with, or the one that its latest attempt told."""
+
+from moonshift.core.config import to_json
+from moonshift.core.config.schema import Config
+
+from .ledger import Lease, Ledger, RunRecord
+
+CONFIG_EVENT = "config"
+"""Kind of the event by which an attempt tells that it goes on with other placement or length: `{"json": …}`."""
+
+
+def latest_config(ledger: Ledger, run: RunRecord) -> str:
+    """JSON, secrets masked."""
+    return [run.config_json, *changed_configs(ledger, run.run_id)][-1]
+
+
+def changed_configs(ledger: Ledger, run_id: str) -> list[str]:
+    """The configs that later attempts told, in order."""
+    return [event.detail["json"] for event in ledger.events(run_id) if event.kind == CONFIG_EVENT]
+
+
+def note_config(ledger: Ledger, lease: Lease, run: RunRecord, config: Config) -> None:
+    """Tell the ledger what an attempt goes on with, where it is not what the attempt before had."""
+    effective = to_json(config, masked=True)
+    if effective != latest_config(ledger, run):
+        ledger.event(run.run_id, CONFIG_EVENT, {"json": effective}, lease.attempt_id)
