@@ -312,7 +312,12 @@ def server_start(port: Port = None, debug: Debug = False) -> None:
 
     with clear_errors(debug):
         apply_quiet_environment(home())
-        typer.echo(start_standing(home(), port=port))
+        status = start_standing(home(), port=port)
+        typer.echo(status)
+        if status.url:
+            from .flow_states import settle_ledger
+
+            settle_ledger(status.url)  # it was away when these runs ended
 
 
 @server_app.command("stop")

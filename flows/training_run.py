@@ -1,17 +1,21 @@
 """A training run started by hand: checks first, then the local Prefect server, then the flow, then what came of it."""
 
 import os
+import time
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moonshift.core.config import config_from_json, to_yaml
-from moonshift.core.errors import LedgerError
+from moonshift.core.config.schema import RecoverySection
+from moonshift.core.errors import LedgerError, ServiceError
 from moonshift.infra.files import write_text
 from moonshift.infra.fork import make_fork
 from moonshift.infra.home import home, ledger_url, run_folder
 from moonshift.infra.ledger import Ledger, RunState
+from moonshift.infra.preemption import received
 from moonshift.infra.preflight import prepare
 from moonshift.infra.report import ACCURACY, REWARD, summarize
 from moonshift.infra.run_config import latest_config
@@ -24,23 +28,24 @@ from .data_view import progress_bar, show_losses
 def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display: str, debug: bool) -> dict[str, Any]:
     """Run the flow in this process against a standing local server, or the one at PREFECT_API_URL; returns the summary.
 
+    A server that goes away in the meantime changes nothing; one that does not come at all, what
+    `recovery.without_prefect` says.
+
     Raises:
         MoonshiftError: whatever the preflight, the services or the run raised.
     """
     # the message of an error is printed once, by the command line; Prefect would print its traceback too
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO" if debug else "CRITICAL")
+    # by default the client tries for a minute, or six where the server hangs; here the ledger has the facts
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
+    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "20")
     with StandingServer(home()) as server:  # comes up while the preflight runs
         with progress_bar(Console(stderr=True)) as progress:
             prepared = prepare(config, overrides, progress)
         show_translations(prepared.loaded.translations, Console(stderr=True))
         show_losses(prepared, Console(stderr=True))
-        os.environ["PREFECT_API_URL"] = server.wait_ready()
-        from .post_train import post_train
-
-        try:
-            summary = post_train(config=config, overrides=list(overrides), resume=resume, display=display)
-        finally:
-            _drain()
+        parameters = {"config": config, "overrides": list(overrides), "resume": resume, "display": display}
+        summary = _run_flow(server, prepared.config.recovery, parameters)
     ledger = Ledger.open(ledger_url())
     try:
         summary = summarize(ledger, summary["run_id"])
@@ -48,6 +53,62 @@ def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display:
     finally:
         ledger.close()
     return summary
+
+
+def _run_flow(server: StandingServer, recovery: RecoverySection, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Call the flow once the server answers; again if it went away before the flow's body began."""
+    end = time.monotonic() + recovery.prefect_wait_s
+    while True:
+        try:
+            url = server.wait_ready(max(0.0, end - time.monotonic()))
+        except ServiceError as error:
+            if not recovery.without_prefect:
+                raise ServiceError(f"{error}\nOr set recovery.without_prefect=true to run without it.") from error
+            return _run_without_server(parameters)
+        os.environ["PREFECT_API_URL"] = url
+        from .flow_states import UNANSWERED, patient_client, settle_ledger
+        from .post_train import post_train
+
+        settle_ledger(url)  # what earlier runs could not tell it
+        client = None
+        try:
+            with patient_client() as client:
+                summary: Any = post_train(**parameters)
+                return summary
+        except UNANSWERED:
+            if client is not None and client.began:
+                raise
+            time.sleep(1)  # the next round says so where it stays away
+        finally:
+            if client is not None and client.began:
+                _tell(server, url, recovery.prefect_flush_timeout_s)
+
+
+def _run_without_server(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The flow's plain function; no flow run shows it."""
+    from .post_train import post_train
+
+    Console(stderr=True).print("note: the Prefect server does not answer, the run goes on without it.", soft_wrap=True)
+    return post_train.fn(**parameters)
+
+
+def _tell(server: StandingServer, url: str, timeout_s: float) -> None:
+    """See to it that the server shows how the flow ended; a local one that died is started again for it."""
+    from .flow_states import hand_over, settle_ledger
+
+    if received() is None:
+        with suppress(ServiceError):
+            url = server.revived(timeout_s) or url
+    else:
+        timeout_s = 0.0  # whoever sent the signal does not wait
+    answers = settle_ledger(url, timeout_s)
+    hand_over(answers)
+    if not answers:
+        Console(stderr=True).print(
+            "note: the Prefect server does not answer; it will show how this run ended after the next "
+            "`moonshift train` or `moonshift server start`.",
+            soft_wrap=True,
+        )
 
 
 def resume_run(run_id: str, overrides: tuple[str, ...], *, display: str, debug: bool) -> dict[str, Any]:
@@ -79,15 +140,6 @@ def fork_run(run_id: str, step: int, overrides: tuple[str, ...]) -> str:
     """
     with Ledger.open(ledger_url()) as ledger:
         return make_fork(ledger, run_id, step, overrides).run_id
-
-
-def _drain() -> None:
-    """Let Prefect hand over its last logs and events while the server is still there; it would retry for a minute."""
-    from prefect.events.worker import EventsWorker
-    from prefect.logging.handlers import APILogWorker
-
-    APILogWorker.drain_all(timeout=10)
-    EventsWorker.drain_all(timeout=10)
 
 
 def _show(summary: dict[str, Any], ledger: Ledger) -> None:

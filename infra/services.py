@@ -112,6 +112,20 @@ class StandingServer:
             self.release()
             raise
 
+    def revived(self, deadline_s: float = 180.0) -> str | None:
+        """The URL of the server that this process is a client of, started again if it has died; None: the user's own.
+
+        Raises:
+            ServiceError: as `wait_ready`.
+        """
+        if self._client is None:
+            return None
+        if self._living() is None:
+            with self._lock():
+                if self._living() is None:
+                    self._spawn(standing=False)
+        return self.wait_ready(deadline_s)
+
     def release(self) -> None:
         """Leave the server; the last living client stops one that does not stand. Safe to call twice.
 

@@ -1,22 +1,42 @@
 """What a stage is to Prefect: a thin task in the flow's process, named after its step, never cached by Prefect.
 
 Prefect's result cache cannot know whether the weights behind a result are still there; the ledger does. No retries
-here: a stage that failed is repeated by the next attempt, which restores the weights first.
+here: a stage that failed is repeated by the next attempt, which restores the weights first. A task asks the server for
+nothing: its states are events, sent by a thread of Prefect's, so a server that is away does not hold up a stage.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
+
+from moonshift.infra.draws import round_name
 
 
-def stage_task(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a Prefect task of `function(attempt, step, …)`, shown as `step-0007/<name>`."""
-    return task(
-        name=name,
-        task_run_name=f"step-{{step:04d}}/{name}",
-        cache_policy=NO_CACHE,
-        persist_result=False,
-        retries=0,
-    )
+def stage_task(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a Prefect task of `function(attempt, step, …)`, shown as `step-0007/<name>`; of its second generation as
+    `step-0007/<name>-2`.
+
+    Outside of a flow run, that is where a run goes without a server, it stays the plain function: to the ledger both
+    are the same.
+    """
+
+    def shown(parameters: dict[str, Any]) -> str:
+        return f"step-{parameters['step']:04d}/{round_name(name, parameters.get('round_', 1))}"
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        naming: Any = shown  # Prefect declares a protocol that no plain function fulfils
+        as_task = task(name=name, task_run_name=naming, cache_policy=NO_CACHE, persist_result=False, retries=0)(
+            function
+        )
+
+        @wraps(function)
+        def stage(*arguments: Any, **named: Any) -> Any:
+            return (function if FlowRunContext.get() is None else as_task)(*arguments, **named)
+
+        return stage
+
+    return decorate

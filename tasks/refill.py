@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
-from moonshift.infra.draws import POSITION, SELECT, part, round_name, write_selection
+from moonshift.infra.draws import POSITION, SELECT, part, write_selection
 
 from .policies import stage_task
 from .rollout import rollout
@@ -21,9 +21,8 @@ def refilled(attempt: Attempt, step: int, rollouts: StageRef, scores: StageRef) 
     buffer = attempt.draws.after(attempt.draws.begin(step), step, 1)
     while buffer.num_to_generate:
         round_ = len(generations) + 1
-        names = [f"step-{step:04d}/{round_name(stage, round_)}" for stage in ("rollout", "score")]
-        more = rollout.with_options(task_run_name=names[0])(attempt, step, round_)
-        generations.append((more, score.with_options(task_run_name=names[1])(attempt, step, more, round_)))
+        more = rollout(attempt, step, round_)
+        generations.append((more, score(attempt, step, more, round_)))
         buffer = attempt.draws.after(buffer, step, round_)
     selected = select(attempt, step, generations)
     return part(selected, "rollout"), part(selected, "score")

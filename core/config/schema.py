@@ -368,6 +368,13 @@ class RecoverySection(Section):
     stage_patience_s: Positive = Field(300.0, description="seconds that a stage may always take, whatever its history")
     grace_s: Size = Field(20, description="seconds that SIGTERM lets the stage that goes on end; then it is abandoned")
     stage_retries: Size = Field(2, description="times a stage is repeated by a new worker after one was lost")
+    prefect_wait_s: Positive = Field(
+        180.0, description="seconds to wait at the start for a Prefect server that is away"
+    )
+    without_prefect: bool = Field(False, description="run without the Prefect server where it stays away at the start")
+    prefect_flush_timeout_s: Positive = Field(
+        60.0, description="seconds to wait at the end for a Prefect server that is away; the next command tells it then"
+    )
 
 
 class TrackingSection(Section):

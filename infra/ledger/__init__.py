@@ -1,6 +1,6 @@
 """The ledger of runs: what has happened, in SQL, so that any run can go on."""
 
-from .reader import LedgerReader
+from .reader import FLOW_SETTLED, LedgerReader
 from .records import (
     AttemptRecord,
     CheckpointRecord,
@@ -18,6 +18,7 @@ from .states import FINISHED_RUN_STATES, AttemptState, CheckpointState, RunState
 
 __all__ = [
     "FINISHED_RUN_STATES",
+    "FLOW_SETTLED",
     "AttemptRecord",
     "AttemptState",
     "CheckpointRecord",

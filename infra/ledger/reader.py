@@ -19,6 +19,9 @@ from .records import (
 from .states import FINISHED_RUN_STATES, AttemptState, CheckpointState, RunState
 from .transactions import Transactions
 
+FLOW_SETTLED = "flow_settled"
+"""Kind of the event which says that the Prefect server shows an attempt's flow run as the attempt ended."""
+
 
 class LedgerReader:
     """The questions; safe to ask from any thread, each in a short transaction of its own."""
@@ -57,6 +60,21 @@ class LedgerReader:
     def attempts(self, run_id: str) -> list[AttemptRecord]:
         """All attempts of a run, first to last."""
         query = select(AttemptRow).where(AttemptRow.run_id == run_id).order_by(AttemptRow.number)
+        with self._read() as session:
+            return [_attempt_record(row) for row in session.scalars(query)]
+
+    def unsettled_attempts(self, limit: int = 100) -> list[AttemptRecord]:
+        """Ended attempts whose flow run no event `flow_settled` names, newest first; of those that share a flow run
+        only the last counts, and none while that one runs."""
+        newest = select(func.max(AttemptRow.id)).where(AttemptRow.flow_run_id.is_not(None))
+        settled = select(EventRow.attempt_id).where(EventRow.kind == FLOW_SETTLED, EventRow.attempt_id.is_not(None))
+        query = (
+            select(AttemptRow)
+            .where(AttemptRow.id.in_(newest.group_by(AttemptRow.flow_run_id)), AttemptRow.id.not_in(settled))
+            .where(AttemptRow.state != AttemptState.RUNNING)
+            .order_by(AttemptRow.id.desc())
+            .limit(limit)
+        )
         with self._read() as session:
             return [_attempt_record(row) for row in session.scalars(query)]
 
