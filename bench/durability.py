@@ -103,7 +103,7 @@ def begin(attempt: Any) -> None:
     """As the flow begins."""
     from moonshift.tasks.warm_start import warm_start
 
-    warm_start.fn(attempt, step=0)
+    warm_start(attempt, step=0)
     attempt.restore()
 
 
@@ -119,12 +119,12 @@ def take_step(attempt: Any, step: int, durable: bool) -> None:
     if not durable:
         attempt.stage = bare(attempt)
     try:
-        rollouts = rollout.fn(attempt, step)
-        scores = score.fn(attempt, step, rollouts)
-        sampled = log_probs.fn(attempt, step, rollouts)
-        advantages = advantage.fn(attempt, step, rollouts, scores, sampled)
+        rollouts = rollout(attempt, step)
+        scores = score(attempt, step, rollouts)
+        sampled = log_probs(attempt, step, rollouts)
+        advantages = advantage(attempt, step, rollouts, scores, sampled)
         if durable:
-            update.fn(attempt, step, advantages)
+            update(attempt, step, advantages)
         else:
             attempt.roles.model.update(attempt.path(advantages), step)
             attempt.version = step
