@@ -62,7 +62,7 @@ def to_prompt(row: Row, columns: Columns, *, uid: str, source: str) -> Prompt:
         source=data_source if isinstance(data_source, str) and data_source else source,
         extra={key: value for key, value in row.items() if key not in (columns.prompt_key, columns.answer_key)},
         answer_column=answer_column.rpartition(".")[2],
-        chat=isinstance(row[columns.prompt_key], list),
+        chat=isinstance(find(row, columns.prompt_key)[1], list),
     )
 
 
