@@ -137,6 +137,13 @@ def refuse_contradictions(config: Config) -> None:
             "algorithm.rollout_correction.bypass_mode computes no log-probs before the update, and "
             "algorithm.use_kl_in_reward needs them; set one of them to false."
         )
+    shortest = min(config.recovery.stage_timeout_s, config.recovery.stage_patience_s)
+    if 3 * config.reward.timeout_s > shortest:
+        raise ConfigError(
+            f"reward.timeout_s is {config.reward.timeout_s:g}, and one sample that hangs may take three times as long "
+            f"in the end: more than a stage is given, {shortest:g} s. Lower it, or raise recovery.stage_patience_s and "
+            "recovery.stage_timeout_s."
+        )
 
 
 def _tokenize(loaded: LoadedConfig, sets: Sequence[ReadSet], progress: Progress) -> Prepared:

@@ -3,14 +3,16 @@
 Invariant: one Graded a sample, in order; a sample with an error has no score, and no other sample changes by it.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..config.schema import RewardFunctionSection, RewardSection
 from ..errors import RewardContractError, RewardError
 from ..types import Prompt, Sample
-from .calling import Outcome, UserCode, outcomes
+from .calling import CONCURRENT, Outcome, UserCode, outcomes
 from .contracts import Contract, columns_of, missing_columns
 from .graded import Graded
 from .loading import LoadedReward, load_reward
@@ -36,6 +38,13 @@ class RewardSet:
     def batched(self) -> bool:
         """Some reward grades all samples of a call together: when it raises, all of them have its error."""
         return any(each.reward.contract.batched for each in self.rewards)
+
+    @property
+    def concurrency(self) -> int:
+        """How many samples one call of `grade` works on at the same time: more than one where every reward is async."""
+        functions = [each.reward.function for each in self.rewards]
+        waits = [inspect.iscoroutinefunction(each) or inspect.iscoroutinefunction(_called(each)) for each in functions]
+        return CONCURRENT if all(waits) else 1
 
     def grade(self, samples: Sequence[Sample]) -> list[Graded]:
         """One result a sample, in order; nothing that a reward does raises here, short of KeyboardInterrupt."""
@@ -113,6 +122,11 @@ def _named(each: WeightedReward, outcome: Mapping[str, float]) -> dict[str, floa
     if each.name is None:
         return {name: value for name, value in outcome.items() if name != "score"}
     return {each.name if name == "score" else f"{each.name}/{name}": value for name, value in outcome.items()}
+
+
+def _called(function: Any) -> Any:
+    """What runs when an object with a method `__call__` is called."""
+    return getattr(function, "__call__", None)  # noqa: B004
 
 
 def _failed(error: RewardError) -> Graded:

@@ -24,12 +24,17 @@ def serve(channel: socket.socket, reward: RewardSection, rewards: RewardSet | No
         except MoonshiftError as error:
             channel.sendall(frame({"failed": str(error)}))
             return
-    channel.sendall(frame({"batched": rewards.batched}))
+    channel.sendall(frame({"together": together(rewards)}))
     while (call := _read(channel)) is not None:
         graded = rewards.grade([unpacked_sample(packed) for packed in call["samples"]])
         if os.getpid() != me:
             os._exit(0)  # a copy that the function made of us must not answer for us
         channel.sendall(frame({"call": call["call"], "graded": [packed_graded(each) for each in graded]}))
+
+
+def together(rewards: RewardSet) -> int:
+    """Samples that one call takes: 0 where it takes all there are."""
+    return 0 if rewards.batched else rewards.concurrency
 
 
 def _read(channel: socket.socket) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 Invariant: every sample gets exactly one result, its own: a call has a number that its answer must carry, and a process
 that was ended, or answers anything else, is never spoken to again.
 
-A sample has `timeout_s` of its own time: seconds in which its process waited for a CPU do not count, but half of
+A sample has `timeout_s` of its own time: seconds in which its process waited for a CPU do not count, but a quarter of
 `timeout_s` more is the end in any case. A process that takes much longer than the others is set aside: another takes
 its place at once while its deadline runs on, so that a hundred that hang wait together. Where more are set aside than
 the pool has processes, they get only CPU time that nobody else wants: a hundred endless loops must not slow the rest.
@@ -40,12 +40,13 @@ _KNOWN = 5
 _AHEAD = 8
 _SHORT_S = 0.01
 """Calls that take less are handed over this many at a time."""
-_GRACE = 1.5
-"""times the limit that a call may take when its process has to wait for a CPU"""
-_JOINT = (0.8, 64)
-"""A call of n samples has max(0.8, n / 64) · timeout_s: its samples are tried again one by one if that passes, and a
-few that were graded together are through within twice the timeout."""
+_GRACE = 1.25
+"""times the limit that a call of one sample may take when its process has to wait for a CPU"""
+_JOINT = (0.5, 64)
+"""A call of n samples has max(0.5, n / 64) · timeout_s and no grace: its samples are tried again one by one if that
+passes, and a few that were graded together are through within twice the timeout."""
 _TRIES = 3
+_LOST_AT_MOST = 10
 _FAILED_STARTS = 3
 _CLOSED_GRACE_S = 0.5
 
@@ -53,16 +54,20 @@ _CLOSED_GRACE_S = 0.5
 class RewardPool:
     """Grades samples with the rewards of a configuration; for one thread at a time, any thread."""
 
-    def __init__(self, reward: RewardSection, *, start_timeout_s: float = 600.0) -> None:
-        """Raises RewardError when the reward cannot be loaded, StageError when its process ends or hangs in that."""
+    def __init__(
+        self, reward: RewardSection, *, start_timeout_s: float = 600.0, longest_s: float = float("inf")
+    ) -> None:
+        """`longest_s`: what a call of several samples may take at the most.
+
+        Raises RewardError when the reward cannot be loaded, StageError when its process ends or hangs in that."""
         self._timeout_s = reward.timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._longest_s = start_timeout_s, longest_s
         self._size = reward.processes_per_worker or len(os.sched_getaffinity(0))
         self._processes = Processes(reward, start_timeout_s)
         self._durations: deque[float] = deque(maxlen=101)
         self._typical_s = 0.0
         self._num_calls = 0
-        self._failed_starts = 0
+        self._failed_starts = self._num_lost = 0
         self._lock = threading.Lock()
         self._todo: deque[Call] = deque()
         self._packed: list[dict[str, Any]] = []
@@ -95,7 +100,7 @@ class RewardPool:
         """
         with self._lock:
             self._packed = [packed_sample(sample) for sample in samples]
-            self._graded, self._failed_starts = {}, 0
+            self._graded, self._failed_starts, self._num_lost = {}, 0, 0
             try:
                 self._cut(range(len(samples)))
                 while len(self._graded) < len(samples):
@@ -109,17 +114,23 @@ class RewardPool:
                 self._tidy()
 
     def _cut(self, rows: range) -> None:
-        if self._processes.batched is None and rows:
+        if self._processes.together is None and rows:
             self._learn_kind()
-        if self._processes.batched and rows:
-            share, least = _JOINT[1], _JOINT[0]
-            self._todo.append(self._call(rows, self._timeout_s * max(least, len(rows) / share)))
-        else:
-            self._todo.extend(self._call([row], self._timeout_s) for row in rows)
+        length = self._processes.together or max(1, len(rows))
+        for start in range(0, len(rows), length):
+            part = rows[start : start + length]
+            self._todo.append(self._call(part, self._limit_s(len(part))))
+
+    def _limit_s(self, count: int) -> float:
+        """Seconds that a call of so many samples may take."""
+        if count == 1:
+            return self._timeout_s
+        least, share = _JOINT
+        return min(self._timeout_s * max(least, count / share), self._longest_s)
 
     def _learn_kind(self) -> None:
         """Wait for the first process that has loaded the rewards itself."""
-        while self._processes.batched is None:
+        while self._processes.together is None:
             if not self._processes.living:
                 self._processes.add()
             self._listen()
@@ -143,7 +154,7 @@ class RewardPool:
 
     def _depth(self) -> int:
         """Calls that a process is given ahead, so that it need not wait for us between short ones."""
-        short = not self._processes.batched and len(self._durations) >= _KNOWN and self._typical_s < _SHORT_S
+        short = self._processes.together == 1 and len(self._durations) >= _KNOWN and self._typical_s < _SHORT_S
         return _AHEAD if short else 1
 
     def _begin(self, grader: Grader, call: Call) -> None:
@@ -167,7 +178,7 @@ class RewardPool:
         self._bury(self._processes.told())
 
     def _hear(self, grader: Grader) -> None:
-        if grader.unsent:
+        if grader.unsent and grader.closed_at is None:
             grader.flush()
             self._listen_to(grader)
         try:
@@ -201,22 +212,29 @@ class RewardPool:
             raise RewardError(str(message["failed"]))
         grader.is_ready = True
         self._failed_starts = 0
-        self._processes.batched = bool(message["batched"])
+        self._processes.together = int(message["together"])
 
     def _learn(self, duration_s: float) -> None:
         self._durations.append(duration_s)
         self._typical_s = statistics.median(self._durations)
 
-    def _bury(self, ended: list[tuple[Grader, int]] | None) -> None:
+    def _bury(self, ended: list[tuple[int, Grader, int]] | None) -> None:
         """Give up the calls of processes that have ended; None: all have, with the template."""
         if ended is None:
+            self._num_lost += 1
+            if self._num_lost > _LOST_AT_MOST:
+                raise StageError(
+                    f"The process that loads the rewards was ended {self._num_lost} times; see whether they end other "
+                    "processes than their own."
+                )
             for grader in self._processes.restart():
-                self._failed_starts += 1
-                self._check_starts("the process that loads the rewards was ended")
                 for call in grader.calls:
                     self._again(call)
             return
-        for grader, code in ended:
+        for number, grader, code in ended:
+            if grader.reason is None:
+                self._hear(grader)  # what it has answered before
+            self._processes.forget(number)
             if grader.call is not None:
                 self._fail(grader.calls.popleft(), grader.reason or f"The reward's process {ending(code)}.")
                 self._todo.extendleft(grader.calls)  # what it was given ahead is not its fault
@@ -270,7 +288,7 @@ class RewardPool:
         call = grader.call
         if call is None or age < call.limit_s or grader.pid is None:
             return None
-        if grader.own_s >= call.limit_s or age >= _GRACE * call.limit_s:
+        if len(call.rows) > 1 or age >= _GRACE * call.limit_s or grader.own_s >= call.limit_s:
             self._give_up(
                 grader,
                 f"The reward gave no result within {self._timeout_s:g} s and its process was ended; raise "

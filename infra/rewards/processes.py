@@ -146,8 +146,8 @@ class Processes:
         if "threads" in loaded:
             self._end_template()
             loaded = self._launch(fresh=True)
-        self.batched: bool | None = loaded["batched"]
-        """None: unknown until a grader has said it"""
+        self.together: int | None = loaded["together"]
+        """samples of one call, 0: all; None: unknown until a grader has said it"""
 
     def _launch(self, *, fresh: bool) -> dict[str, Any]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,8 +195,11 @@ class Processes:
                 socket.send_fds(self._control, [json.dumps({"number": self._count}).encode()], [theirs.fileno()])
         return grader
 
-    def told(self) -> list[tuple[Grader, int]] | None:
-        """Graders that have ended, with their exit codes (negative: a signal); None: the template has ended."""
+    def told(self) -> list[tuple[int, Grader, int]] | None:
+        """Graders that have ended, with their numbers and exit codes (negative: a signal), to be forgotten.
+
+        None: the template has ended.
+        """
         ended = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -210,10 +213,11 @@ class Processes:
                 if "pid" in message:
                     self._named(message["number"], message["pid"])
                     continue
-                for number, grader in list(self.living.items()):
-                    if grader.pid == message["gone"]:
-                        self.forget(number)
-                        ended.append((grader, message["code"]))
+                ended += [
+                    (number, grader, message["code"])
+                    for number, grader in self.living.items()
+                    if grader.pid == message["gone"]
+                ]
         return ended
 
     def _named(self, number: int, pid: int) -> None:

@@ -20,7 +20,7 @@ from moonshift.core.errors import MoonshiftError
 from moonshift.core.rewards.reward_set import RewardSet, load_rewards
 
 from . import kernel
-from .grading import serve
+from .grading import serve, together
 
 LONGEST_ORDER = 2**18
 """bytes of one message on the control socket"""
@@ -50,7 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # pages of what is loaded stay shared
     kernel.outlive_parent()
-    _tell(control, {"loaded": True, "batched": rewards.batched if rewards else None})
+    _tell(control, {"loaded": True, "together": together(rewards) if rewards else None})
     Template(control, reward, rewards).run()
 
 

@@ -26,7 +26,13 @@ class RewardWorker:
     def __init__(self, config_json: str) -> None:
         """Raises RewardError when the reward cannot be loaded."""
         config = config_from_json(config_json)
-        self.pool = RewardPool(config.reward, start_timeout_s=config.recovery.start_timeout_s)
+        recovery = config.recovery
+        self.pool = RewardPool(
+            config.reward,
+            start_timeout_s=recovery.start_timeout_s,
+            # what it leaves undone is graded again sample by sample, within the stage's own time
+            longest_s=min(recovery.stage_timeout_s, recovery.stage_patience_s) / 2,
+        )
 
     def identify(self) -> int:
         """This process's id, from then on one that writes its stack when asked (`stacks`)."""
