@@ -17,8 +17,9 @@ from moonshift.core.rewards import check_reward, load_reward
 from moonshift.core.training.correction import correction_rule
 from moonshift.core.types import Prompt
 
+from .disk_space import checkpoint_bytes, disk_warning
 from .files import storage_errors
-from .home import models_folder
+from .home import home, models_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class Prepared:
     """worked examples of the warm start; `answers` beside them"""
     example_answers: list[list[int]]
     stop_ids: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+    """what does not stop the run, but may later"""
 
     @property
     def config(self) -> Config:
@@ -167,16 +170,19 @@ def _tokenize(
         [*encode_text(str(example.answer), tokenizer, where=f"row {example.uid}, answer"), stops[0]]
         for example in examples
     ]
+    critic = _critic_folder(config) if config.needs_critic else None
+    warning = disk_warning(config, checkpoint_bytes(config, folder, critic), home())
     return Prepared(
         loaded=loaded,
         plan=plan,
         model_folder=folder,
-        critic_folder=_critic_folder(config) if config.needs_critic else None,
+        critic_folder=critic,
         train=checked(prompts),
         validation=checked(validation),
         examples=checked(examples),
         example_answers=answers,
         stop_ids=stops,
+        warnings=(warning,) if warning else (),
     )
 
 
