@@ -45,7 +45,9 @@ def clear_errors(debug: bool) -> Iterator[None]:
     except MoonshiftError as error:
         if debug:
             raise
-        typer.echo(f"error: {_without_traceback(str(error))}", err=True)
+        from moonshift.core.config.masking import mask_text
+
+        typer.echo(f"error: {_without_traceback(mask_text(str(error)))}", err=True)
         raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
     except KeyboardInterrupt as error:
         typer.echo("interrupted", err=True)
@@ -274,15 +276,17 @@ def sync(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Send MLflow the metric points of a run that it does not have yet."""
+    """Send MLflow the metric points of a run that it does not have yet, and tell Prefect how runs ended."""
     with clear_errors(debug):
         apply_quiet_environment(home())
         from moonshift.infra.ledger import Ledger
+        from moonshift.infra.services import status as prefect_server
         from moonshift.infra.tracking import sync as send
 
         with Ledger.open(ledger_url()) as ledger:
             count = send(ledger, run, home(), mlflow_uri)
             typer.echo(f"{run}: {count} points sent, {ledger.count_pending(run)} left")
+        _tell(prefect_server(home()).url)
 
 
 @model_app.command("import")
@@ -314,10 +318,15 @@ def server_start(port: Port = None, debug: Debug = False) -> None:
         apply_quiet_environment(home())
         status = start_standing(home(), port=port)
         typer.echo(status)
-        if status.url:
-            from .flow_states import settle_ledger
+        _tell(status.url)
 
-            settle_ledger(status.url)  # it was away when these runs ended
+
+def _tell(url: str | None) -> None:
+    """Make a Prefect server that was away when runs ended show how they did."""
+    if url:
+        from .flow_states import settle_ledger
+
+        settle_ledger(url)
 
 
 @server_app.command("stop")
@@ -372,6 +381,8 @@ def _show_page(program: Any, port: int | None) -> None:
     apply_quiet_environment(home())
     status = start_standing(home(), port=port, program=program)
     typer.echo(f"{status}\nstop it with: moonshift server stop")
+    if program.name == "prefect":
+        _tell(status.url)
     if os.environ.get("DISPLAY") or sys.platform == "darwin":
         typer.launch(str(status.page))
 

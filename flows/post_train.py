@@ -10,6 +10,7 @@ from moonshift.infra.report import finish
 from moonshift.tasks.advantage import advantage
 from moonshift.tasks.checkpoint import checkpoint
 from moonshift.tasks.log_probs import log_probs
+from moonshift.tasks.policies import skipped_if_owned
 from moonshift.tasks.refill import refilled
 from moonshift.tasks.rollout import rollout
 from moonshift.tasks.score import score
@@ -21,6 +22,7 @@ from .display import open_display
 
 
 @flow(name="post-train", flow_run_name="post-train {config}", persist_result=False, validate_parameters=True)
+@skipped_if_owned
 def post_train(
     config: str, overrides: list[str] | None = None, resume: bool = False, display: str = "plain"
 ) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moonshift.core.config import config_from_json, to_yaml
+from moonshift.core.config import config_from_json, to_yaml, without_secrets
 from moonshift.core.config.schema import RecoverySection
-from moonshift.core.errors import LedgerError, ServiceError
+from moonshift.core.errors import LeaseHeldError, LedgerError, ServiceError
 from moonshift.infra.files import write_text
 from moonshift.infra.fork import make_fork
 from moonshift.infra.home import home, ledger_url, run_folder
@@ -39,11 +39,14 @@ def train_run(config: str, overrides: tuple[str, ...], *, resume: bool, display:
     # by default the client tries for a minute, or six where the server hangs; here the ledger has the facts
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
     os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "20")
+    overrides = without_secrets(overrides, os.environ)  # the flow's parameters are shown on Prefect's pages
     with StandingServer(home()) as server:  # comes up while the preflight runs
         with progress_bar(Console(stderr=True)) as progress:
             prepared = prepare(config, overrides, progress)
         show_translations(prepared.loaded.translations, Console(stderr=True))
         show_losses(prepared, Console(stderr=True))
+        for warning in prepared.warnings:
+            Console(stderr=True).print(f"warning: {warning}", soft_wrap=True, markup=False)
         parameters = {"config": config, "overrides": list(overrides), "resume": resume, "display": display}
         summary = _run_flow(server, prepared.config.recovery, parameters)
     ledger = Ledger.open(ledger_url())
@@ -66,6 +69,8 @@ def _run_flow(server: StandingServer, recovery: RecoverySection, parameters: dic
                 raise ServiceError(f"{error}\nOr set recovery.without_prefect=true to run without it.") from error
             return _run_without_server(parameters)
         os.environ["PREFECT_API_URL"] = url
+        from prefect.exceptions import CancelledRun
+
         from .flow_states import UNANSWERED, patient_client, settle_ledger
         from .post_train import post_train
 
@@ -75,6 +80,8 @@ def _run_flow(server: StandingServer, recovery: RecoverySection, parameters: dic
             with patient_client() as client:
                 summary: Any = post_train(**parameters)
                 return summary
+        except CancelledRun as skipped:  # another process owns the run, see `skipped_if_owned`
+            raise LeaseHeldError(str(skipped)) from skipped
         except UNANSWERED:
             if client is not None and client.began:
                 raise

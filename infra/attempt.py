@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from moonshift.core.config import config_from_json as read_config
-from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
+from moonshift.core.config import config_hash, identity_hash, mask, resume_diff, to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.errors import CheckpointError, ConfigError, LedgerError, MoonshiftError, StorageError
 from moonshift.core.types import StageRef
@@ -26,7 +26,7 @@ from . import preemption, snapshots
 from .cluster import cluster
 from .data_record import record_data
 from .draws import SELECT, Draws, Run
-from .files import clear_folder, clear_leftovers, folder_digest, publish, remove, storage_errors
+from .files import clear_folder, clear_leftovers, discard, folder_digest, publish, remove, storage_errors
 from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
 from .kl_weight import kl_weight
@@ -245,7 +245,7 @@ class Attempt:
             for name in ("log_probs", "advantage", *((SELECT,) if step < covered else ())):
                 place = self.folder / "stages" / f"step-{step:04d}" / name
                 if place.exists():
-                    remove(place)
+                    discard(place)
 
 
 def _reference(run_id: str, step: int, stage: str, path: str, digest: str) -> StageRef:
@@ -276,7 +276,7 @@ def open_attempt(
         for place in (attempt.checkpoints, *attempt.folder.glob("stages/*")):
             clear_leftovers(place)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
-        stack.enter_context(_tracking(attempt))
+        stack.enter_context(_tracking(attempt.tracker))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
         attempt.start_workers()
         stack.callback(lambda: attempt.roles.stop())  # those of the end, not of the start
@@ -318,43 +318,43 @@ def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunReco
     )
 
 
+def _state_after(error: BaseException | None) -> RunState:
+    """How an attempt ended by what left it: PREEMPTED after a signal, whatever its exception has become, or a
+    cancellation; PAUSED where space is missing; FAILED after an error or an exit; else COMPLETED."""
+    if error is None:
+        return RunState.COMPLETED
+    if preemption.received() is not None:
+        return RunState.PREEMPTED
+    if isinstance(error, StorageError):
+        return RunState.PAUSED
+    return RunState.FAILED if isinstance(error, Exception | SystemExit) else RunState.PREEMPTED
+
+
 @contextmanager
 def _ending(ledger: Ledger, lease: Lease) -> Iterator[None]:
-    """Write how the attempt ended: COMPLETED, FAILED, PAUSED (no space), PREEMPTED (a signal)."""
+    """Write how the attempt ended; secrets in an error are not kept."""
     try:
         yield
     except BaseException as error:
         number = preemption.received()
-        if number is None:
-            _failed(ledger, lease, error)
-        else:  # whatever the signal's exception has become on its way
-            with suppress(MoonshiftError):
-                ledger.release(lease, RunState.PREEMPTED, Signals(number).name)
+        reason = mask("error", f"{type(error).__name__}: {error}") if number is None else Signals(number).name
+        # the first error is the one to show, and the ledger may be on the very disk that is full
+        with suppress(MoonshiftError):
+            ledger.release(lease, _state_after(error), reason)
         raise
     else:
         ledger.release(lease, RunState.COMPLETED)
 
 
-def _failed(ledger: Ledger, lease: Lease, error: BaseException) -> None:
-    """PAUSED where space is missing, PREEMPTED where the flow was cancelled, else FAILED."""
-    state = RunState.FAILED if isinstance(error, Exception) else RunState.PREEMPTED
-    if isinstance(error, StorageError):
-        state = RunState.PAUSED
-    # the first error is the one to show, and the ledger may be on the very disk that is full
-    with suppress(MoonshiftError):
-        ledger.release(lease, state, f"{type(error).__name__}: {error}")
-
-
 @contextmanager
-def _tracking(attempt: Attempt) -> Iterator[None]:
+def _tracking(tracker: Tracker) -> Iterator[None]:
     """Start the sender, and end the MLflow run as what the attempt was."""
-    attempt.tracker.start()
-    status = "KILLED"
+    tracker.start()
+    ended: BaseException | None = None
     try:
         yield
-        status = "FINISHED"
-    except Exception:
-        status = "FAILED" if preemption.received() is None else "KILLED"
+    except BaseException as error:
+        ended = error
         raise
     finally:
-        attempt.tracker.close(status)
+        tracker.close(_state_after(ended))

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moonshift.core.errors import MoonshiftError, StorageError
+
+log = logging.getLogger(__name__)
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space and start again with --resume",
@@ -143,12 +146,28 @@ def move_into(source: Path, folder: Path) -> None:
             source.rmdir()
 
 
+def discard(folder: Path) -> bool:
+    """`remove` what is not needed any more, whether that is possible or not: cleaning up never stops a run."""
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning("%s is not deleted, tried again next time: %s", folder, error)
+        return False
+    return True
+
+
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed attempt left half-written or half-deleted in a folder."""
+    """Delete what a killed attempt left half-written or half-deleted in a folder.
+
+    What cannot be deleted (in use on a network disk, say) is left for the next time: cleaning up never stops a run.
+    """
     if folder.is_dir():
         for path in folder.glob(".*"):
             if path.suffix in (".tmp", ".deleted"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                try:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                except OSError as error:
+                    log.warning("%s is not deleted, tried again next time: %s", path, error)
 
 
 def flush(path: Path) -> None:

@@ -16,8 +16,9 @@ from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.rewards import load_rewards
 from moonshift.core.training.correction import correction_rule
 
+from .disk_space import checkpoint_bytes, disk_warning
 from .files import storage_errors
-from .home import models_folder
+from .home import home, models_folder
 from .prompt_sets import PromptSet, ReadSet, read_sets, refuse_bad_rows, render_set, sampler
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Prepared:
     """worked examples of the warm start; `answers` beside them"""
     example_answers: list[list[int]]
     stop_ids: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+    """what does not stop the run, but may later"""
 
     @property
     def config(self) -> Config:
@@ -162,16 +165,19 @@ def _tokenize(loaded: LoadedConfig, sets: Sequence[ReadSet], progress: Progress)
         [*encode_text(str(example.answer), tokenizer, where=f"row {example.uid}, answer"), stops[0]]
         for example in examples.prompts
     ]
+    critic = _critic_folder(config) if config.needs_critic else None
+    warning = disk_warning(config, checkpoint_bytes(config, folder, critic), home())
     return Prepared(
         loaded=loaded,
         plan=plan,
         model_folder=folder,
-        critic_folder=_critic_folder(config) if config.needs_critic else None,
+        critic_folder=critic,
         train=train,
         validation=validation,
         examples=examples,
         example_answers=answers,
         stop_ids=stops,
+        warnings=(warning,) if warning else (),
     )
 
 

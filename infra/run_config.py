@@ -1,10 +1,11 @@
 """The config that a run goes on with: the one it was made with, or the one that its latest attempt told."""
 
-from moonshift.core.config import to_json
+from moonshift.core.config import config_from_json, flatten, mask, to_json
 from moonshift.core.config.schema import Config
 
 from .ledger import Lease, Ledger, RunRecord
 
+CHANGE_TAG = "moonshift.changed.attempt-"
 CONFIG_EVENT = "config"
 """Kind of the event by which an attempt tells that it goes on with other placement or length: `{"json": …}`."""
 
@@ -24,3 +25,21 @@ def note_config(ledger: Ledger, lease: Lease, run: RunRecord, config: Config) ->
     effective = to_json(config, masked=True)
     if effective != latest_config(ledger, run):
         ledger.event(run.run_id, CONFIG_EVENT, {"json": effective}, lease.attempt_id)
+
+
+def config_changes(ledger: Ledger, run: RunRecord) -> dict[str, str]:
+    """What later attempts changed, as tags: `moonshift.changed.attempt-2` → `key: old → new; …`, secrets masked."""
+    told = [event for event in ledger.events(run.run_id) if event.kind == CONFIG_EVENT]
+    numbers = {attempt.attempt_id: attempt.number for attempt in ledger.attempts(run.run_id)}
+    before = flatten(config_from_json(run.config_json))
+    changes = {}
+    for event in told:
+        after = flatten(config_from_json(event.detail["json"]))
+        lines = [
+            f"{key}: {mask(key, before.get(key))} → {mask(key, after.get(key))}"
+            for key in dict.fromkeys([*before, *after])
+            if before.get(key) != after.get(key)
+        ]
+        changes[f"{CHANGE_TAG}{numbers.get(event.attempt_id or 0, 0)}"] = "; ".join(lines)
+        before = after
+    return changes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moonshift.core.errors import CheckpointError
 
-from .files import files_below, remove, sha256_file, write_text
+from .files import discard, files_below, sha256_file, write_text
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -107,11 +107,4 @@ def retire(checkpoints: Path, keep: int) -> list[int]:
     if len(steps) <= keep:
         return []
     verify(folder_of(checkpoints, steps[-1]))
-    deleted = []
-    for step in steps[:-keep]:
-        try:
-            remove(folder_of(checkpoints, step))
-            deleted.append(step)
-        except OSError as error:
-            log.warning("checkpoint of step %d not deleted, tried again next time: %s", step, error)
-    return deleted
+    return [step for step in steps[:-keep] if discard(folder_of(checkpoints, step))]

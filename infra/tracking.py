@@ -8,6 +8,7 @@ import hashlib
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from moonshift.core.config.schema import Config
 from moonshift.core.errors import ConfigError, MoonshiftError, ServiceError
 
 from .ledger import Lease, Ledger, MetricPoint, RunRecord, RunState
+from .run_config import config_changes
 
 log = logging.getLogger(__name__)
 RUN_TAG = "moonshift.run_id"
@@ -27,7 +29,6 @@ LONGEST_PARAMETER = 6000  # characters; MLflow cuts longer ones without a word
 LONGEST_NAME = 250  # characters of a metric
 POLL_S = 1.0
 STATUS = {RunState.COMPLETED: "FINISHED", RunState.FAILED: "FAILED", RunState.RUNNING: "RUNNING"}
-"""MLflow's word for a run's state; every other state is KILLED there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Sender:
         run_id: str = run.info.run_id
         self.mlflow_run_id = run_id
         self._describe(client, set(run.data.params))
+        self._tag_changes(client, run.data.tags)
         return run_id
 
     def send(self) -> int:
@@ -107,6 +109,12 @@ class Sender:
         if parameters:
             client.log_text(self.mlflow_run_id, to_yaml(self._config), "config.yaml")
 
+    def _tag_changes(self, client: Any, known: Mapping[str, str]) -> None:
+        """A parameter that a later attempt changed keeps its first value in MLflow; a tag says what it became."""
+        for name, change in config_changes(self._ledger, self._run).items():
+            if known.get(name) != change:
+                client.set_tag(self.mlflow_run_id, name, change)
+
     def _metric(self, point: MetricPoint) -> Any:
         from mlflow.entities import Metric
 
@@ -138,7 +146,7 @@ class Tracker:
         """New points are in the outbox."""
         self._wake.set()
 
-    def close(self, status: str) -> bool:
+    def close(self, state: RunState) -> bool:
         """Send what is left, then `artifacts`, and end the MLflow run as FINISHED, FAILED or KILLED.
 
         Waits for the flush deadline at most. Returns whether everything was delivered; what was not stays in the
@@ -146,7 +154,7 @@ class Tracker:
         """
         if not self._settings.enabled:
             return True
-        self._status = status
+        self._status = shown_status(state)
         self._closing.set()
         self._wake.set()
         self._thread.join(self._settings.flush_timeout_s)
@@ -166,8 +174,9 @@ class Tracker:
                 self.error, delay = None, POLL_S
             # a ledger that is locked for long must not end the sender: the points are sent later
             except (MlflowException, SQLAlchemyError, OSError, MoonshiftError) as error:
-                self.error, delay = f"{type(error).__name__}: {error}", min(60.0, delay * 2)
-                log.warning("metrics not sent to MLflow at %s, they stay in the ledger: %s", self.uri, self.error)
+                self.error, delay = mask("error", f"{type(error).__name__}: {error}"), min(60.0, delay * 2)
+                place = mask("uri", self.uri)
+                log.warning("metrics not sent to MLflow at %s, they stay in the ledger: %s", place, self.error)
             if closing:
                 return
 
@@ -215,15 +224,20 @@ def sync(ledger: Ledger, run_id: str, home: Path, uri: str | None = None) -> int
     try:
         sender.open()
         count = sender.send()
-        sender.set_status(STATUS.get(run.state, "KILLED"), end_ms=int(run.updated_at * 1000))
+        sender.set_status(shown_status(run.state), end_ms=int(run.updated_at * 1000))
     except MoonshiftError:  # a StorageError is an OSError too, and the ledger's, not MLflow's
         raise
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise ServiceError(
             f"MLflow at {mask('uri', sender.uri)} cannot be reached, {ledger.count_pending(run_id)} points of run "
-            f"{run_id} stay in the ledger: {error}. Start it and sync again."
+            f"{run_id} stay in the ledger: {mask('error', str(error))}. Start it and sync again."
         ) from error
     return count
+
+
+def shown_status(state: RunState) -> str:
+    """MLflow's word for a run's state; what was interrupted or paused is KILLED there."""
+    return STATUS.get(state, "KILLED")
 
 
 def metric_name(key: str) -> str:

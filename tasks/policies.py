@@ -12,8 +12,29 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
+from prefect.states import Cancelled
 
+from moonshift.core.errors import LeaseHeldError
 from moonshift.infra.draws import round_name
+
+SKIPPED = "Skipped"
+"""Name of the state of a flow run that found its run in another process's hands."""
+
+
+def skipped_if_owned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A flow's function whose flow run ends as `Skipped`, of Prefect's type Cancelled, where another process owns the
+    run: two flow runs of one schedule slot are no failure, and there is nothing to retry."""
+
+    @wraps(function)
+    def skipping(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except LeaseHeldError as owned:
+            if FlowRunContext.get() is None:
+                raise
+            return Cancelled(name=SKIPPED, message=str(owned))
+
+    return skipping
 
 
 def stage_task(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

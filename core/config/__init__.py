@@ -2,7 +2,7 @@
 
 from .identity import FORK_FIXED, changed_below, config_hash, identity_hash, resume_diff
 from .keys import KeyInfo, all_keys
-from .load import LoadedConfig, load_config
+from .load import LoadedConfig, load_config, without_secrets
 from .masking import mask
 from .provenance import Provenance
 from .serialize import config_from_json, flatten, to_json, to_yaml
@@ -23,4 +23,5 @@ __all__ = [
     "resume_diff",
     "to_json",
     "to_yaml",
+    "without_secrets",
 ]

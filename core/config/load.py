@@ -5,7 +5,7 @@ Invariant: every fault of all layers is found in one go and named with its place
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from .faults import check_values
 from .keys import Path as KeyPath
 from .keys import all_keys, key_of, keys_by_path, nearest_keys, sections
-from .masking import mask_text
+from .masking import mask, mask_text
 from .paths import located
 from .provenance import Given, Provenance, Source, lay_over, provenance_of
 from .schema import Config
@@ -69,6 +69,22 @@ def load_config(
         provenance=provenance_of(flatten(config), stacks, defaults),
         translations=tuple(translations),
     )
+
+
+def without_secrets(overrides: Sequence[str], environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """`overrides` without those that hold a secret, which go into `environ` where they mean the same.
+
+    A key with capital letters (below `reward.kwargs`) has no variable and stays.
+    """
+    kept = []
+    for text in overrides:
+        name, _, value = text.partition("=")
+        key = name.strip().removeprefix("--").removeprefix("config.")
+        if mask(key, value) == value or key != key.lower():
+            kept.append(text)
+        else:
+            environ.setdefault(ENVIRONMENT + key.upper().replace(".", "__"), value)
+    return tuple(kept)
 
 
 def _relocated(givens: Iterable[Given]) -> Iterator[Given]:

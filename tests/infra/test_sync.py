@@ -85,4 +85,4 @@ def test_a_ledger_that_was_locked_does_not_end_the_sender(make: Make) -> None:
             time.sleep(0.05)
         assert "locked" in tracker.error
         other.execute("rollback")
-    assert tracker.close("KILLED") and small.ledger.count_pending(RUN) == 0
+    assert tracker.close(RunState.PREEMPTED) and small.ledger.count_pending(RUN) == 0
