@@ -4,13 +4,15 @@
 
 Writes verl's schema with texts of 20 to 200 words into a temporary folder, then looks at it twice as
 `moonshift check-data` does: with no token kept, and with those that the first look kept. The model is brought into
-place before. Each look is a process of its own; importing the libraries is part of its time.
+place before. Each look is a process of its own; importing the libraries is part of its time. Where others are at work (load
+above the cores), seconds of work tell more than those on the clock.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -47,17 +49,22 @@ def write(file: Path, rows: int) -> None:
         pq.write_table(pa.Table.from_pylist(table), file, row_group_size=1000)
 
 
-def look(file: Path, model: str, home: Path) -> tuple[float, dict[str, int]]:
-    """Seconds of one `moonshift check-data`, and rows and tokens that it found."""
+def look(file: Path, model: str, home: Path) -> tuple[float, float, dict[str, int]]:
+    """Seconds on the clock and of all cores' work of one `moonshift check-data`, and rows and tokens that it found."""
     command = [sys.executable, "-m", "moonshift.flows.cli", "check-data", f"data.train_files=[{file}]"]
     command += [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=4096", "--json"]
-    started = time.perf_counter()
+    started, before = time.perf_counter(), _work()
     done = subprocess.run(
         command, env={**os.environ, "MOONSHIFT_HOME": str(home)}, capture_output=True, text=True, check=True
     )
-    seconds = time.perf_counter() - started
+    seconds, work = time.perf_counter() - started, _work() - before
     found = json.loads(done.stdout)["train"]
-    return seconds, {"rows": found["rows"], "used": found["used"], "tokens": found["tokens"]["total"]}
+    return seconds, work, {"rows": found["rows"], "used": found["used"], "tokens": found["tokens"]["total"]}
+
+
+def _work() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -72,10 +79,17 @@ def main() -> None:
         write(few, 100)
         write(many, given.rows)
         look(few, given.model, home)
-        cold, found = look(many, given.model, home)
-        cached, again = look(many, given.model, home)
+        cold, cold_work, found = look(many, given.model, home)
+        cached, cached_work, again = look(many, given.model, home)
     assert found == again and found["rows"] == given.rows, (found, again)
-    measured = {**found, "cold_s": round(cold, 1), "cached_s": round(cached, 1)}
+    measured = {
+        **found,
+        "cold_s": round(cold, 1),
+        "cold_cpu_s": round(cold_work, 1),
+        "cached_s": round(cached, 1),
+        "cached_cpu_s": round(cached_work, 1),
+        "load": round(os.getloadavg()[0], 1),
+    }
     print(json.dumps(measured) if given.json else "  ".join(f"{name} {value:,}" for name, value in measured.items()))
 
 

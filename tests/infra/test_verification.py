@@ -226,3 +226,13 @@ def test_an_unknown_run_is_an_error(run: Small) -> None:
     for ask in (lambda: verify(run.ledger, "none-0001", run.home), lambda: scope(run.ledger, "none-0001")):
         with pytest.raises(LedgerError, match="none-0001"):
             ask()
+
+
+def test_with_weights_a_pass_has_no_prompt_that_the_pass_before_had_not(make: Make) -> None:
+    small = make(data__train_weights=[1.0])
+    small.begin()
+    small.end()
+    small.sent()
+    assert small.found() == []
+    small.sql("update samples set epoch = epoch + 1 where epoch = 0 and uid != 'sums:0'")
+    assert any("at most the" in told and "of the pass before" in told for _, told in small.found())
