@@ -18,7 +18,7 @@ $(BIN)/.moonshift-ready: pyproject.toml requirements/cpu.txt
 	$(BIN)/python -m pip install -q "uv>=0.8"
 	$(BIN)/uv pip install -q -p $(BIN)/python --no-index --no-deps $(TORCH) 2>/dev/null \
 	  || $(BIN)/uv pip install -q -p $(BIN)/python --torch-backend=cpu $(TORCH)
-	$(BIN)/uv pip install -q -p $(BIN)/python --compile-bytecode -r requirements/cpu.txt
+	$(BIN)/uv pip install -q -p $(BIN)/python --compile-bytecode --no-deps -r requirements/cpu.txt # the lock is whole
 	$(BIN)/uv pip install -q -p $(BIN)/python $(TORCH) # what torch itself needs; its build stays
 	$(BIN)/uv pip install -q -p $(BIN)/python --no-deps -e .
 	touch $@
