@@ -18,6 +18,8 @@ from .files import discard, files_below, sha256_file, write_text
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
+PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+"""Endings of files that run code when they are loaded; a checkpoint of ours has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def verify(folder: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: naming the first file that is missing, too short or changed.
+        CheckpointError: naming the first file that is missing, too short, changed, added, or a pickle.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -69,16 +71,26 @@ def verify(folder: Path) -> Manifest:
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT}.")
     for name, entry in manifest.files.items():
-        file = folder / name
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{path} names {name}, which lies outside the checkpoint.")
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing.")
-        if file.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}.")
-        if sha256_file(file) != entry["sha256"]:
-            raise CheckpointError(f"{file} has changed since it was written: its SHA-256 is not the manifest's.")
+        _check_file(folder, name, entry)
+    for file in files_below(folder):
+        name = file.relative_to(folder).as_posix()
+        if name not in manifest.files and name != MANIFEST:
+            raise CheckpointError(f"{file} is not in the manifest: it was put there later. Remove it.")
     return manifest
+
+
+def _check_file(folder: Path, name: str, entry: dict[str, int | str]) -> None:
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{folder / MANIFEST} names {name}, which lies outside the checkpoint.")
+    if file.suffix in PICKLED:
+        raise CheckpointError(f"{file} is a pickle, which can run any code when it is read; it is not read.")
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing.")
+    if file.stat().st_size != entry["bytes"]:
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}.")
+    if sha256_file(file) != entry["sha256"]:
+        raise CheckpointError(f"{file} has changed since it was written: its SHA-256 is not the manifest's.")
 
 
 def steps_on_disk(checkpoints: Path) -> list[int]:
