@@ -90,7 +90,7 @@ def settle(origin: Origin, folder: Path) -> None:
     staged = folder.parent / origin.staged
     if not origin.staged or not staged.is_dir():
         return
-    there = [name for name in (path.name for path in staged.iterdir()) if (folder / name).exists()]
+    there = [path.name for path in list(staged.iterdir()) if (folder / path.name).exists() and path.exists()]
     if there:
         raise CheckpointError(
             f"{folder} already has {', '.join(there)}, left by a run that the ledger does not know; move that away, "

@@ -20,7 +20,6 @@ from .test_algorithms import DAPO, PPO
 pytestmark = pytest.mark.slow
 PARENT = "quickstart-0001"
 LR = "actor_rollout_ref.actor.optim.lr"
-KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000")
 
 
 @pytest.fixture(scope="module")
@@ -158,19 +157,36 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(home: Path, server_
     )
 
 
-@pytest.mark.parametrize("algorithm", [PPO, (*DAPO, *KL)], ids=["ppo", "dapo"])
-def test_a_fork_takes_over_critic_kl_weight_and_groups_that_were_carried_over(
-    server_home: dict[str, str], tmp_path: Path, algorithm: tuple[str, ...]
-) -> None:
-    home = tmp_path / "home"
-    done, _ = train(home, server_home, *algorithm)
-    assert done.returncode == 0, done.stderr
-    done = moonshift(home, server_home, "fork", PARENT, "--at-step", "4", "--plain", "trainer.val_before_train=false")
+def forked_again(home: Path, server: dict[str, str], step: int) -> str:
+    """Fork the first run at a step without a change; the steps after it come out as those of the parent."""
+    done = moonshift(home, server, "fork", PARENT, "--at-step", str(step), "--plain", "trainer.val_before_train=false")
     assert done.returncode == 0, done.stderr
     fork = "quickstart-0002"
-    mine, parents = step_of(home, fork, 5), step_of(home, PARENT, 5)
-    assert mine == parents
+    for later in range(step + 1, 6):
+        assert step_of(home, fork, later) == step_of(home, PARENT, later), later
     assert checkpoint_of(home, fork, 5) == checkpoint_of(home, PARENT, 5)
     assert weights(home, fork) == weights(home, PARENT) != []
-    assert "actor/reward_kl_penalty_coeff" in {key for key, *_ in mine[1]}
-    assert_whole(home, fork, "1 steps, ")
+    assert_whole(home, fork, f"{5 - step} steps, ")
+    return fork
+
+
+def test_a_fork_takes_over_the_critic_and_the_adapted_kl_weight(server_home: dict[str, str], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    done, _ = train(home, server_home, *PPO)
+    assert done.returncode == 0, done.stderr
+    fork = forked_again(home, server_home, 4)
+    key = "actor/reward_kl_penalty_coeff"
+    [(weight,)] = rows(home, f"select value from metrics_outbox where run_id = '{fork}' and key = '{key}'")
+    assert weight != 0.001
+
+
+def test_a_fork_takes_over_the_groups_that_were_carried_over(server_home: dict[str, str], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    every = ("trainer.save_freq=1", "checkpoint.keep=5", "warm_start.steps=100")
+    done, _ = train(home, server_home, *DAPO, *every)
+    assert done.returncode == 0, done.stderr
+    key = "training/filter_groups/carried_out"
+    carrying = rows(home, f"select step from metrics_outbox where key = '{key}' and value > 0 and step < 5 order by 1")
+    assert carrying, "no step carried groups over: the run shows nothing"
+    fork = forked_again(home, server_home, carrying[-1][0])
+    assert [path.name for path in sorted((home / "runs" / fork / "carried").iterdir())] == ["rollout", "score"]

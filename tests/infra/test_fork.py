@@ -423,3 +423,14 @@ def test_a_ledger_of_the_first_schema_is_brought_up_with_its_runs(tmp_path: Path
         assert (run.base_step, run.parent_run_id) == (0, None)
         assert ledger.latest_run("old", unfinished=True) == run
         assert origin_of(ledger, run) == START and FORK not in {event.kind for event in ledger.events("old-0001")}
+
+
+def test_a_folder_that_is_there_already_is_not_mixed_with_a_forks(tmp_path: Path) -> None:
+    for place in (".fork-a/checkpoints", ".fork-a/initial", "f-0001/checkpoints"):
+        (tmp_path / place).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"f-0001 already has checkpoints.* waits in .*\.fork-a"):
+        settle(Origin(step=2, staged=".fork-a"), tmp_path / "f-0001")
+    (tmp_path / "f-0001" / "checkpoints").rename(tmp_path / "away")
+    settle(Origin(step=2, staged=".fork-a"), tmp_path / "f-0001")
+    assert sorted(path.name for path in (tmp_path / "f-0001").iterdir()) == ["checkpoints", "initial"]
+    assert not (tmp_path / ".fork-a").exists()
