@@ -462,3 +462,10 @@ def test_importing_and_loading_take_little_and_pull_in_nothing_heavy() -> None:
         "assert not {'torch', 'numpy', 'ray', 'prefect', 'mlflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ), timeout=60)
+
+
+@pytest.mark.case("L03")
+def test_secrets_are_looked_for_in_a_long_text_in_no_time() -> None:
+    long = "x" * 1_000_000
+    assert mask("data.system_prompt", long) == long
+    assert mask("data.system_prompt", f"{long} --hub_token=hf_x, b=c") == f"{long} --hub_token=********, b=c"
