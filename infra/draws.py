@@ -7,6 +7,7 @@ from is in a committed stage, and a resumed run draws what the unbroken one drew
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -133,12 +134,16 @@ def _joined(rollouts: Path, scores: Path) -> Batch:
 
 
 def _write(out: Path, groups: list[Batch]) -> None:
-    """One batch of the groups, numbered from 0 in this order, split into its rollouts and its scores again."""
+    """One batch of the groups, numbered from 0 in this order, split into its rollouts and its scores again.
+
+    Groups that were carried over were sampled one policy version before the others; the batch bears the newest.
+    """
+    newest: dict[str, Any] = max((group.meta for group in groups), key=lambda meta: meta.get("policy_version", 0))
     numbered = [
         group.with_columns({"group": torch.full((len(group),), number, dtype=torch.int64)})
         for number, group in enumerate(groups)
     ]
-    whole = Batch.concat(numbered)
+    whole = Batch.concat([Batch({name: group[name] for name in group.names}, newest) for group in numbered])
     scores = [name for name in whole.names if name in ("score", "reward_error") or name.startswith("score/")]
     whole.select([name for name in whole.names if name not in scores]).save(out / "rollout")
     whole.select(scores).save(out / "score")
