@@ -39,7 +39,7 @@ def extract_code(response: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def tests_of(answer: Any, uid: str) -> list[CodeTest]:
+def read_tests(answer: Any, uid: str) -> list[CodeTest]:
     """The tests that a prompt's answer holds; raises RewardError naming the prompt where it holds none."""
     given = answer
     if isinstance(answer, str):

@@ -67,7 +67,8 @@ def limit_memory(gib: float) -> None:
 def waited_s(pid: int) -> float:
     """Seconds that a process has waited for a CPU while it could have run; 0 where the kernel does not say."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 

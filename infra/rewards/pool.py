@@ -37,6 +37,7 @@ _SUSPECT_TIMES = 10
 _SUSPECT_SHARE = 0.25
 """share of the limit after which it is, while too few calls have come back to know a duration"""
 _KNOWN = 5
+_SPARE = 2
 _AHEAD = 8
 _SHORT_S = 0.01
 """Calls that take less are handed over this many at a time."""
@@ -49,6 +50,8 @@ _TRIES = 3
 _LOST_AT_MOST = 10
 _FAILED_STARTS = 3
 _CLOSED_GRACE_S = 0.5
+_ASK_EVERY_S = 0.1
+"""how often the kernel is asked what an overdue process has waited"""
 
 
 class RewardPool:
@@ -68,6 +71,8 @@ class RewardPool:
         self._typical_s = 0.0
         self._num_calls = 0
         self._failed_starts = self._num_lost = 0
+        self._had_losses = False
+        self._watched_at = 0.0
         self._lock = threading.Lock()
         self._todo: deque[Call] = deque()
         self._packed: list[dict[str, Any]] = []
@@ -100,7 +105,7 @@ class RewardPool:
         """
         with self._lock:
             self._packed = [packed_sample(sample) for sample in samples]
-            self._graded, self._failed_starts, self._num_lost = {}, 0, 0
+            self._graded, self._failed_starts, self._num_lost, self._had_losses = {}, 0, 0, False
             try:
                 self._cut(range(len(samples)))
                 while len(self._graded) < len(samples):
@@ -144,13 +149,15 @@ class RewardPool:
         """Give calls to those that wait for one, and start processes while there are fewer than there may be."""
         active = [grader for grader in self._processes.living.values() if grader.is_active]
         ready = [grader for grader in active if grader.is_ready and grader.pid is not None]
-        depth = min(self._depth(), -(-len(self._todo) // max(1, self._size)))
-        for grader in ready:
-            while self._todo and len(grader.calls) < max(1, depth):
-                self._begin(grader, self._todo.popleft())
-        starting = len(active) - len(ready)
-        for _ in range(min(self._size - len(active), len(self._todo) - starting)):
+        # with one lost or set aside, more will be: the next is made ready beforehand
+        wanted = self._size + (_SPARE if self._had_losses else 0)
+        for _ in range(min(wanted - len(active), len(self._todo) - len(active) + len(ready))):
             self._processes.add()
+        depth = max(1, min(self._depth(), -(-len(self._todo) // self._size)))
+        ready.sort(key=lambda grader: not grader.calls)
+        for grader in ready[: self._size]:
+            while self._todo and len(grader.calls) < depth:
+                self._begin(grader, self._todo.popleft())
 
     def _depth(self) -> int:
         """Calls that a process is given ahead, so that it need not wait for us between short ones."""
@@ -235,6 +242,7 @@ class RewardPool:
             if grader.reason is None:
                 self._hear(grader)  # what it has answered before
             self._processes.forget(number)
+            self._had_losses = True
             if grader.call is not None:
                 self._fail(grader.calls.popleft(), grader.reason or f"The reward's process {ending(code)}.")
                 self._todo.extendleft(grader.calls)  # what it was given ahead is not its fault
@@ -265,6 +273,9 @@ class RewardPool:
     def _watch(self) -> None:
         """End what is over its time, and set aside what takes much longer than the others."""
         now = time.monotonic()
+        if now - self._watched_at < _TICK_S:
+            return
+        self._watched_at = now
         aside = 0
         for grader in list(self._processes.living.values()):
             if grader.reason is None:
@@ -274,7 +285,7 @@ class RewardPool:
             for grader in self._processes.living.values():
                 call = grader.call
                 if call and not grader.is_aside and now - grader.since > self._suspect_after_s(call):
-                    grader.is_aside = True
+                    grader.is_aside = self._had_losses = True
                     while len(grader.calls) > 1:
                         self._todo.appendleft(grader.calls.pop())
         self._demote()
@@ -286,8 +297,9 @@ class RewardPool:
         if not grader.is_ready and age > self._start_timeout_s:
             return self._give_up(grader, f"one was not ready within {self._start_timeout_s:g} s")
         call = grader.call
-        if call is None or age < call.limit_s or grader.pid is None:
+        if call is None or age < call.limit_s or now < grader.asked_at + _ASK_EVERY_S:
             return None
+        grader.asked_at = now
         if len(call.rows) > 1 or age >= _GRACE * call.limit_s or grader.own_s >= call.limit_s:
             self._give_up(
                 grader,

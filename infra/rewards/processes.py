@@ -51,6 +51,8 @@ class Grader:
     """time.monotonic() when it began the first, or when it was started"""
     waited_s: float = 0.0
     """what it had waited for a CPU by then"""
+    asked_at: float = 0.0
+    """time.monotonic() when `own_s` was last of interest"""
     is_aside: bool = False
     """counts as no process of the pool any more; its deadline runs on"""
     is_demoted: bool = False
@@ -157,6 +159,8 @@ class Processes:
                 [sys.executable, "-c", _CODE, str(theirs.fileno()), str(os.getpid()), path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # NumPy's BLAS would start its threads on import, and what has threads cannot be forked
+                env={"OPENBLAS_NUM_THREADS": "1"} | os.environ,
                 start_new_session=True,  # Ctrl-C is for the run, which then ends us
             )
         self._control = ours

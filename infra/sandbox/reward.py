@@ -2,7 +2,7 @@
 
 import secrets
 
-from moonshift.core.rewards.code import CodeTest, extract_code, same_output, tests_of, verdict, with_test
+from moonshift.core.rewards.code import CodeTest, extract_code, read_tests, same_output, verdict, with_test
 from moonshift.core.types import Sample
 
 from .box import Box, run
@@ -27,7 +27,7 @@ def code_tests(
         RewardError: the prompt has no tests, or no box can be built on this machine (see `allow_weak` in `Box`): the
             sample then has an error, not a score.
     """
-    tests = tests_of(sample.prompt.answer, sample.prompt.uid)
+    tests = read_tests(sample.prompt.answer, sample.prompt.uid)
     program = extract_code(sample.response)
     if program is None:
         return verdict(0, len(tests), has_code=False, partial=partial)
