@@ -12,7 +12,8 @@ from moonshift.core.config.schema import Config
 from moonshift.core.errors import ConfigError
 from moonshift.core.rewards.graded import Graded
 from moonshift.core.types import Prompt
-from moonshift.infra.draws import Draws
+from moonshift.infra.draws import Draws, Run
+from moonshift.infra.origin import Origin
 from moonshift.infra.preflight import refuse_contradictions
 from moonshift.infra.sample_rows import sample_rows
 from moonshift.infra.workers.reward import RewardWorker, alike, write_graded
@@ -98,7 +99,8 @@ def test_dynamic_sampling_does_not_see_samples_without_a_reward(tmp_path: Path, 
     ]
     write_graded(graded, tmp_path / "s")
     settings = config(algorithm__filter_groups__enable=True, algorithm__filter_groups__metric=metric)
-    draws = Draws(None, "run", tmp_path, settings, None)  # pyright: ignore[reportArgumentType]
+    run = Run(run_id="run", folder=tmp_path, origin=Origin())
+    draws = Draws(None, run, settings, None)  # pyright: ignore[reportArgumentType]
     assert draws.signal(place, tmp_path / "s") == [False, True, False, False]
     write_graded([Graded(components=None, error="x")] * 12, tmp_path / "none")
     assert draws.signal(place, tmp_path / "none") == [False] * 4
