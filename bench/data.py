@@ -4,8 +4,8 @@
 
 Writes verl's schema with texts of 20 to 200 words into a temporary folder, then looks at it twice as
 `moonshift check-data` does: with no token kept, and with those that the first look kept. The model is brought into
-place before. Each look is a process of its own; importing the libraries is part of its time. Where others are at work (load
-above the cores), seconds of work tell more than those on the clock.
+place before. Each look is a process of its own; importing the libraries is part of its time. Where others are at work
+(load above the number of cores), seconds of work tell more than those on the clock.
 """
 
 import argparse
