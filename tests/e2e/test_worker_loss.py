@@ -68,29 +68,35 @@ def test_a_model_worker_that_hangs_is_replaced_and_leaves_no_process(
     assert "did not answer within" in lost["error"] and "GiB free" in lost["memory"]
 
 
-def test_a_hung_reward_costs_its_process_and_not_the_run(server_home: dict[str, str], tmp_path: Path) -> None:
-    """The reward hangs once: its process is ended at the deadline, the sample is graded again, no worker is lost."""
-    reward = tmp_path / "hangs.py"
+def test_samples_whose_reward_hangs_or_crashes_cost_nothing_but_themselves(
+    server_home: dict[str, str], tmp_path: Path
+) -> None:
+    """Every eleventh answer hangs, crashes or raises: the run goes on without them, and says how many there were."""
+    reward = tmp_path / "fails.py"
     reward.write_text(
-        "import pathlib, time\n"
-        f"marker = pathlib.Path({str(tmp_path / 'hung')!r})\n"
+        "import os\n"
         "def score(sample):\n"
-        "    if sample.response_tokens and not marker.exists():\n"
-        "        marker.touch()\n"
-        "        time.sleep(10_000)\n"
+        "    kind = sum(map(ord, sample.prompt.text + sample.response)) % 33\n"
+        "    while kind == 0: pass\n"
+        "    if kind == 11: os.abort()\n"
+        "    if kind == 22: raise KeyError(sample.response)\n"
         "    return float(sample.response == str(sample.prompt.answer))\n"
     )
     home = tmp_path / "home"
-    done, summary = train(
-        home,
-        server_home,
-        f"reward.function={reward}:score",
-        "reward.timeout_s=3",
-        "trainer.total_training_steps=2",
-    )
+    arguments = (f"reward.function={reward}:score", "reward.timeout_s=1", "trainer.total_training_steps=2")
+    done, summary = train(home, server_home, *arguments, "reward.max_error_rate=0.4")
     assert done.returncode == 0, done.stderr
-    assert summary["state"] == "COMPLETED" and summary["attempts"] == 1 and (tmp_path / "hung").exists()
-    assert events(home, "worker_lost") == []
+    assert summary["state"] == "COMPLETED" and summary["attempts"] == 1 and not events(home, "worker_lost")
+    ((failed, whole),) = rows(home, "select sum(reward is null), count(*) from samples where step > 0")
+    assert 0 < failed < whole
+    rates = rows(home, "select value from metrics_outbox where key = 'reward/error_rate' order by step")
+    assert len(rates) == 2 and sum(rate for (rate,) in rates) / 2 == pytest.approx(failed / whole)
+    masked = rows(home, "select sum(value) from metrics_outbox where key = 'training/masked_samples'")
+    assert masked == [(failed,)]
+
+    refused, _ = train(tmp_path / "strict", server_home, *arguments)
+    assert refused.returncode != 0
+    assert "more than reward.max_error_rate=0 allows" in refused.stderr and ", sample " in refused.stderr
 
 
 def test_resume_by_the_runs_name_needs_no_config(server_home: dict[str, str], tmp_path: Path) -> None:
