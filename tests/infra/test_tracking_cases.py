@@ -42,8 +42,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """host:port of a real MLflow server."""
     home = tmp_path_factory.mktemp("mlflow")
-    with StandingServer(home, program=mlflow_program(f"sqlite:///{home / 'mlflow.db'}")) as server:
-        yield server.wait_ready().removeprefix("http://")
+    program = mlflow_program(f"sqlite:///{home / 'mlflow.db'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ARTIFACTS_DESTINATION", str(home / "artifacts"))  # by default the working folder
+        with StandingServer(home, program=program) as server:
+            yield server.wait_ready().removeprefix("http://")
 
 
 @pytest.fixture
