@@ -283,8 +283,7 @@ class RewardPool:
             aside += grader.is_aside
         if self._todo and aside < _ASIDE_AT_MOST:
             for grader in self._processes.living.values():
-                call = grader.call
-                if call and not grader.is_aside and now - grader.since > self._suspect_after_s(call):
+                if not grader.is_aside and self._is_suspect(grader, now):
                     grader.is_aside = self._had_losses = True
                     while len(grader.calls) > 1:
                         self._todo.appendleft(grader.calls.pop())
@@ -308,10 +307,15 @@ class RewardPool:
             )
         return None
 
-    def _suspect_after_s(self, call: Call) -> float:
-        if len(self._durations) < _KNOWN:
-            return _SUSPECT_SHARE * call.limit_s
-        return max(_SUSPECT_AFTER_S, _SUSPECT_TIMES * self._typical_s)
+    def _is_suspect(self, grader: Grader, now: float) -> bool:
+        """It takes much longer than the others, by its own time: that it waits for a CPU is not its fault."""
+        if grader.call is None:
+            return False
+        known = len(self._durations) >= _KNOWN
+        after = (
+            max(_SUSPECT_AFTER_S, _SUSPECT_TIMES * self._typical_s) if known else _SUSPECT_SHARE * grader.call.limit_s
+        )
+        return now - grader.since > after and grader.own_s > after
 
     def _demote(self) -> None:
         aside = [grader for grader in self._processes.living.values() if grader.is_aside and not grader.reason]

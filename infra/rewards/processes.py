@@ -261,9 +261,11 @@ class Processes:
         self.selector.close()
 
     def _end_all(self) -> None:
-        for number, grader in list(self.living.items()):
-            if grader.pid is not None:
-                kernel.kill_group(grader.pid)
+        if self._process.poll() is not None:  # else it ends them itself, who knows which number is still whose
+            for grader in self.living.values():
+                if grader.pid is not None:
+                    kernel.kill_group(grader.pid)
+        for number in list(self.living):
             self.forget(number)
         self._end_template()
 

@@ -117,16 +117,16 @@ class Template:
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = ended.si_pid
                 descriptor = self._living.pop(pid, None)
+                if descriptor is not None:
+                    kernel.kill_group(pid)  # while its number is still its own
+                status = os.waitpid(pid, 0)[1]
                 if descriptor is None:
                     continue  # an orphan that was adopted
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
-                kernel.kill_group(pid)
                 self._has_orphans = True
                 _tell(self._control, {"gone": pid, "code": os.waitstatus_to_exitcode(status)})
 
