@@ -38,6 +38,7 @@ _SUSPECT_SHARE = 0.25
 """share of the limit after which it is, while too few calls have come back to know a duration"""
 _KNOWN = 5
 _SPARE = 2
+_SURPLUS = "more than the pool has places for"
 _AHEAD = 8
 _SHORT_S = 0.01
 """Calls that take less are handed over this many at a time."""
@@ -242,7 +243,7 @@ class RewardPool:
             if grader.reason is None:
                 self._hear(grader)  # what it has answered before
             self._processes.forget(number)
-            self._had_losses = True
+            self._had_losses |= grader.reason != _SURPLUS
             if grader.call is not None:
                 self._fail(grader.calls.popleft(), grader.reason or f"The reward's process {ending(code)}.")
                 self._todo.extendleft(grader.calls)  # what it was given ahead is not its fault
@@ -332,3 +333,6 @@ class RewardPool:
             if grader.call is not None or grader.is_aside:
                 self._processes.end(grader, "nobody waits for its answer")
                 grader.calls.clear()
+        idle = [each for each in self._processes.living.values() if each.is_active and each.call is None]
+        for grader in idle[self._size :]:
+            self._processes.end(grader, _SURPLUS)

@@ -125,7 +125,13 @@ def test_twenty_batches_that_hang_leave_as_many_processes_as_one(tmp_path: Path)
             assert scores(made.grade(samples("a", "HANG", "b"))) == [1.0, None, 1.0]
             assert scores(made.grade(samples("c"))) == [1.0]
             counts.append(sum(map(lives, made.pids)))
-        assert max(counts) <= 2 and not any(map(lives, map(int, (tmp_path / "pids").read_text().split())))
+        # up to two spare ones are made ready while some hang, and are ended after the batch
+        assert max(counts) <= 4 and not any(map(lives, map(int, (tmp_path / "pids").read_text().split())))
+        deadline = time.monotonic() + 10
+        while sum(map(lives, made.pids)) > 2 and time.monotonic() < deadline:
+            assert scores(made.grade(samples("c"))) == [1.0]
+            time.sleep(0.1)
+        assert sum(map(lives, made.pids)) <= 2
 
 
 @pytest.mark.case("R04")
