@@ -15,11 +15,14 @@ from moonshift.infra.preemption import Preempted, noted_signals, patient
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
+    # a shell starts what it puts in the background with SIGINT ignored, and Python keeps that
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     preemption.forget()
     yield
     preemption.forget()
     assert {number: signal.getsignal(number) for number in handlers} == handlers
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
