@@ -32,10 +32,11 @@ def persistent(
         StageError: when workers are lost again and again, naming the stage and the last reason.
     """
     retries = attempt.config.recovery.stage_retries
+    version = attempt.version  # a worker that is lost while it is brought there must not lower the aim of the next
     for failed in range(retries + 1):
         try:
             if failed:
-                revive(attempt, stage)
+                revive(attempt, stage, version)
             attempt.roles.set_deadline(deadline(attempt, stage))
             return work()
         except WorkerLostError as error:
@@ -58,9 +59,8 @@ def deadline(attempt: "Attempt", stage: str) -> float:
     return min(recovery.stage_timeout_s, max(recovery.stage_patience_s, recovery.stage_patience * max(seen)))
 
 
-def revive(attempt: "Attempt", stage: str) -> None:
+def revive(attempt: "Attempt", stage: str, version: int) -> None:
     """End the workers, start new ones, and bring them to the policy version that they had."""
-    version = attempt.version
     attempt.roles.stop()
     attempt.start_workers()
     if stage == "warm_start":

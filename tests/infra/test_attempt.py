@@ -16,7 +16,7 @@ from moonshift.infra.completion import check_complete
 from moonshift.infra.files import folder_digest
 from moonshift.infra.ledger import Ledger, NewRun, SampleRow
 from moonshift.infra.preflight import prepare
-from moonshift.infra.recovery import learned_divisors
+from moonshift.infra.recovery import learned_divisors, persistent
 from moonshift.infra.tracking import Tracker
 
 SETTINGS = (
@@ -77,10 +77,29 @@ def attempt(ledger: Ledger, moonshift_home: Path) -> Attempt:
     return made(ledger, moonshift_home, run.run_id)
 
 
-def made(ledger: Ledger, home: Path, run_id: str) -> Attempt:
+class LostOnTheWay(NoWorkers):
+    """A model worker that holds a version, and whose process dies the first time it is brought to version 2."""
+
+    def __init__(self) -> None:
+        self.model = self
+        self.version, self.lives = 0, 1
+
+    def load(self, *_: Any) -> int:
+        self.version = 1
+        return 1
+
+    def update(self, _redo: str, step: int) -> None:
+        if step == 2 and self.lives:
+            self.lives -= 1
+            raise WorkerLostError("the worker died again")
+        assert step == self.version + 1
+        self.version = step
+
+
+def made(ledger: Ledger, home: Path, run_id: str, *more: str) -> Attempt:
     """An attempt as `open_attempt` makes it, without workers."""
     lease = ledger.acquire(run_id, lease_s=600)
-    attempt = Attempt(prepare("", SETTINGS), ledger, lease, Recorder())
+    attempt = Attempt(prepare("", (*SETTINGS, *more)), ledger, lease, Recorder())
     workers: Any = NoWorkers()
     attempt.roles = workers
     attempt.tracker = Tracker(ledger, lease, attempt.config, home)
@@ -172,7 +191,7 @@ def test_a_zombie_cannot_commit(attempt: Attempt, ledger: Ledger, moonshift_home
 
 def test_a_lost_worker_repeats_the_stage_up_to_the_limit(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     revived: list[str] = []
-    monkeypatch.setattr("moonshift.infra.recovery.revive", lambda _attempt, stage: revived.append(stage))
+    monkeypatch.setattr("moonshift.infra.recovery.revive", lambda _attempt, stage, _version: revived.append(stage))
     tries = [0]
 
     def dies(out: Path) -> StageOutput:
@@ -188,6 +207,29 @@ def test_a_lost_worker_repeats_the_stage_up_to_the_limit(attempt: Attempt, monke
     with pytest.raises(StageError, match=r"Stage score lost its worker 2 times"):
         attempt.stage(1, "score", (ref,), dies)
     assert revived == ["rollout", "score"]
+
+
+def test_workers_that_are_lost_on_their_way_back_still_reach_the_version_they_had(
+    attempt: Attempt, ledger: Ledger, moonshift_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.release(attempt.lease, _paused())
+    again = made(ledger, moonshift_home, attempt.run_id, "recovery.stage_retries=2")
+    for step in (2, 3):
+        again.stage(step, "advantage", (), writes("redo"))
+    monkeypatch.setattr(again, "start_workers", lambda: None)
+    model = LostOnTheWay()
+    workers: Any = model
+    again.roles, again.version = workers, 3
+    tries: list[int] = []
+
+    def work() -> int:
+        tries.append(model.version)
+        if len(tries) == 1:
+            raise WorkerLostError("the worker died")
+        return model.version
+
+    assert persistent(again, "rollout", work) == again.version == 3
+    assert tries == [0, 3]
 
 
 def test_a_learned_memory_budget_is_kept_for_the_next_attempt(attempt: Attempt, ledger: Ledger) -> None:
