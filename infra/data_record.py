@@ -25,7 +25,7 @@ def record_data(ledger: Ledger, lease: Lease, prepared: Prepared) -> None:
         {name: report.detail() for name, report in found.items() if report.rows},
         lease.attempt_id,
     )
-    first = next(event for event in ledger.events(lease.run_id) if event.kind == EVENT)
+    first = ledger.events(lease.run_id, EVENT)[0]
     for name in COMPARED:
         before = first.detail.get(name, {})
         now = found[name]

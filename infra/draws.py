@@ -15,6 +15,7 @@ from moonshift.core.algorithms import GroupBuffer, has_signal
 from moonshift.core.batch import Batch
 from moonshift.core.config.schema import Config
 from moonshift.core.datasets.sampler import PromptSampler
+from moonshift.core.rewards.graded import REWARD_ERROR
 from moonshift.core.types import StageRef
 
 from .ledger import Ledger
@@ -144,7 +145,7 @@ def _write(out: Path, groups: list[Batch]) -> None:
         for number, group in enumerate(groups)
     ]
     whole = Batch.concat([Batch({name: group[name] for name in group.names}, newest) for group in numbered])
-    scores = [name for name in whole.names if name in ("score", "reward_error") or name.startswith("score/")]
+    scores = [name for name in whole.names if name in ("score", REWARD_ERROR) or name.startswith("score/")]
     whole.select([name for name in whole.names if name not in scores]).save(out / "rollout")
     whole.select(scores).save(out / "score")
 

@@ -57,7 +57,7 @@ START = Origin()
 
 def find_origin(ledger: LedgerReader, run: RunRecord) -> Origin | None:
     """Where a run begins; None for a fork whose event is missing or cannot be read."""
-    told = [event.detail for event in ledger.events(run.run_id) if event.kind == FORK]
+    told = [event.detail for event in ledger.events(run.run_id, FORK)]
     if not run.base_step:
         return START
     try:

@@ -53,10 +53,10 @@ def persistent(
 def deadline(attempt: "Attempt", stage: str) -> float:
     """Seconds: `recovery.stage_patience` times what the stage has taken at the most in this run, within bounds."""
     recovery = attempt.config.recovery
-    seen = [record.seconds for record in attempt.ledger.stages(attempt.run_id) if record.name == stage]
-    if not seen:
+    longest_s = attempt.ledger.longest_stage_s(attempt.run_id, stage)
+    if longest_s is None:
         return recovery.stage_timeout_s
-    return min(recovery.stage_timeout_s, max(recovery.stage_patience_s, recovery.stage_patience * max(seen)))
+    return min(recovery.stage_timeout_s, max(recovery.stage_patience_s, recovery.stage_patience * longest_s))
 
 
 def revive(attempt: "Attempt", stage: str, version: int) -> None:
@@ -76,11 +76,7 @@ def revive(attempt: "Attempt", stage: str, version: int) -> None:
 
 def learned_divisors(ledger: Ledger, run_id: str) -> dict[str, int]:
     """How far passes were cut smaller by this run when the memory ran out, the latest of each kind."""
-    return {
-        event.detail["what"]: int(event.detail["divisor"])
-        for event in ledger.events(run_id)
-        if event.kind == MEMORY_BUDGET
-    }
+    return {event.detail["what"]: int(event.detail["divisor"]) for event in ledger.events(run_id, MEMORY_BUDGET)}
 
 
 def note_divisors(ledger: Ledger, lease: Lease, metrics: dict[str, float]) -> None:

@@ -48,7 +48,7 @@ def summarize(ledger: Ledger, run_id: str) -> dict[str, Any]:
     accuracies = ledger.metric_series(run_id, ACCURACY)
     optimizer_steps = ledger.metric_series(run_id, "training/optimizer_steps")
     kept = [record for record in ledger.checkpoints(run_id) if record.state == CheckpointState.KEPT]
-    weights = [event for event in ledger.events(run_id) if event.kind == "weights"]
+    weights = ledger.events(run_id, "weights")
     return {
         "run_id": run_id,
         "state": str(run.state),
@@ -71,7 +71,7 @@ def summarize(ledger: Ledger, run_id: str) -> dict[str, Any]:
 
 def _first_reward_s(ledger: Ledger, run: RunRecord) -> float | None:
     """Seconds from the start of the run's first process to its first training reward."""
-    started = [event.detail["process_started"] for event in ledger.events(run.run_id) if event.kind == "attempt"]
+    started = [event.detail["process_started"] for event in ledger.events(run.run_id, "attempt")]
     scored = ledger.stage(run.run_id, run.base_step + 1, "score")
     return scored.committed_at - started[0] if scored and started else None
 

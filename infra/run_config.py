@@ -17,7 +17,7 @@ def latest_config(ledger: Ledger, run: RunRecord) -> str:
 
 def changed_configs(ledger: Ledger, run_id: str) -> list[str]:
     """The configs that later attempts told, in order."""
-    return [event.detail["json"] for event in ledger.events(run_id) if event.kind == CONFIG_EVENT]
+    return [event.detail["json"] for event in ledger.events(run_id, CONFIG_EVENT)]
 
 
 def note_config(ledger: Ledger, lease: Lease, run: RunRecord, config: Config) -> None:
@@ -29,11 +29,10 @@ def note_config(ledger: Ledger, lease: Lease, run: RunRecord, config: Config) ->
 
 def config_changes(ledger: Ledger, run: RunRecord) -> dict[str, str]:
     """What later attempts changed, as tags: `moonshift.changed.attempt-2` → `key: old → new; …`, secrets masked."""
-    told = [event for event in ledger.events(run.run_id) if event.kind == CONFIG_EVENT]
     numbers = {attempt.attempt_id: attempt.number for attempt in ledger.attempts(run.run_id)}
     before = flatten(config_from_json(run.config_json))
     changes = {}
-    for event in told:
+    for event in ledger.events(run.run_id, CONFIG_EVENT):
         after = flatten(config_from_json(event.detail["json"]))
         lines = [
             f"{key}: {mask(key, before.get(key))} → {mask(key, after.get(key))}"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moonshift.core.rewards.summary import check_error_rate, means
-from moonshift.core.types import Prompt, StageRef
+from moonshift.core.rewards.summary import check_error_rate, means, sample_names
+from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.draws import round_name
 from moonshift.infra.sample_rows import sample_rows
@@ -22,21 +22,17 @@ def score(attempt: Attempt, step: int, rollouts: StageRef, round_: int = 1) -> S
 
     def work(out: Path) -> StageOutput:
         prompts = [attempt.prepared.train.prompts[row] for _, row in attempt.draws.rows(step, round_)]
+        uids = [prompt.uid for prompt in prompts]
         per_prompt = attempt.plan.samples_per_prompt
         graded = attempt.roles.reward.score(prompts, attempt.path(rollouts), len(prompts) * per_prompt, str(out))
         limit = attempt.config.reward.max_error_rate
-        check_error_rate(graded, *_names(prompts, per_prompt), limit)
+        check_error_rate(graded, *sample_names(uids, per_prompt), limit)
         if attempt.config.needs_baseline:
             greedy = f"{attempt.path(rollouts)}/{BASELINE}"
             baseline = attempt.roles.reward.score(prompts, greedy, len(prompts), str(out / BASELINE))
-            check_error_rate(baseline, *_names(prompts, 1), limit)
+            check_error_rate(baseline, *sample_names(uids, 1), limit)
         metrics = means(graded) if round_ == 1 else {}  # a metric has one value a step
         rewards = [each.components["score"] if each.components else None for each in graded]
         return StageOutput(metrics=metrics, samples=sample_rows(Path(attempt.path(rollouts)), rewards))
 
     return attempt.stage(step, round_name("score", round_), (rollouts,), work)
-
-
-def _names(prompts: list[Prompt], count: int) -> tuple[list[str], list[int]]:
-    """Uid and place in the group of each sample, in row order."""
-    return [prompt.uid for prompt in prompts for _ in range(count)], list(range(count)) * len(prompts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moonshift.core.rewards.graded import Graded
-from moonshift.core.rewards.summary import check_error_rate, error_rate
+from moonshift.core.rewards.summary import check_error_rate, error_rate, sample_names
 from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
 
@@ -22,9 +22,8 @@ def validate(attempt: Attempt, step: int) -> StageRef:
         prompts = attempt.prepared.validation.prompts
         count = len(prompts) * order.params.n
         graded = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score"))
-        places = list(range(order.params.n)) * len(prompts)
-        uids = [prompt.uid for prompt in prompts for _ in range(order.params.n)]
-        check_error_rate(graded, uids, places, attempt.config.reward.max_error_rate)
+        names = sample_names([prompt.uid for prompt in prompts], order.params.n)
+        check_error_rate(graded, *names, attempt.config.reward.max_error_rate)
         return StageOutput(metrics=_accuracy([prompt.source for prompt in prompts], graded, order.params.n))
 
     return attempt.stage(step, "validate", (), work)

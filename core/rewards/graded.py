@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+REWARD_ERROR = "reward_error"
+"""Column of the reasons in a stage's output, empty where there is a reward."""
+
 
 @dataclass(frozen=True, slots=True)
 class Graded:

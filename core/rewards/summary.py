@@ -28,6 +28,11 @@ def error_rate(graded: Sequence[Graded]) -> float:
     return sum(each.error is not None for each in graded) / max(1, len(graded))
 
 
+def sample_names(uids: Sequence[str], samples_per_prompt: int) -> tuple[list[str], list[int]]:
+    """Prompt's uid and place in the group of each sample, in row order; `uids`: of the prompts."""
+    return [uid for uid in uids for _ in range(samples_per_prompt)], list(range(samples_per_prompt)) * len(uids)
+
+
 def check_error_rate(graded: Sequence[Graded], uids: Sequence[str], indexes: Sequence[int], max_rate: float) -> None:
     """Raise RewardError when more than `max_rate` of the samples have an error, naming the first five.
 

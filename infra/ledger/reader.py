@@ -92,6 +92,12 @@ class LedgerReader:
         with self._read() as session:
             return [_stage_record(row) for row in session.scalars(query.order_by(StageRow.step, StageRow.committed_at))]
 
+    def longest_stage_s(self, run_id: str, name: str) -> float | None:
+        """Seconds that the slowest of a run's committed stages of this name took; None where there is none."""
+        query = select(func.max(StageRow.seconds)).where(StageRow.run_id == run_id, StageRow.name == name)
+        with self._read() as session:
+            return session.scalar(query)
+
     def samples(self, run_id: str, step: int) -> list[SampleRow]:
         """The samples of a step, by prompt, epoch and index."""
         query = (
@@ -114,9 +120,11 @@ class LedgerReader:
         with self._read() as session:
             return [_checkpoint_record(row) for row in session.scalars(query)]
 
-    def events(self, run_id: str) -> list[EventRecord]:
-        """All events of a run in the order they were entered."""
+    def events(self, run_id: str, kind: str | None = None) -> list[EventRecord]:
+        """Events of a run, all or those of one kind, in the order they were entered."""
         query = select(EventRow).where(EventRow.run_id == run_id).order_by(EventRow.id)
+        if kind is not None:
+            query = query.where(EventRow.kind == kind)
         with self._read() as session:
             return [_event_record(row) for row in session.scalars(query)]
 

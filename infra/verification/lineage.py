@@ -14,7 +14,7 @@ from .facts import Facts, Finding, Kind, row
 def beginning(facts: Facts) -> Iterator[Finding]:
     """A fork has one event that fits its row and its parent; no other run has one."""
     run, origin = facts.run, facts.origin
-    events = [event for event in facts.ledger.events(run.run_id) if event.kind == FORK]
+    events = facts.ledger.events(run.run_id, FORK)
     expected = 1 if run.base_step else 0
     if len(events) != expected or find_origin(facts.ledger, run) is None:
         where, found = row("events", facts), f"{len(events)}, or one that cannot be read"

@@ -8,16 +8,13 @@ import torch
 
 from moonshift.core.batch import Batch
 from moonshift.core.config import config_from_json
-from moonshift.core.rewards.graded import Graded
+from moonshift.core.rewards.graded import REWARD_ERROR, Graded
 from moonshift.core.types import Prompt, Sample
 
 from ..home import stacks_folder
 from ..rewards import RewardPool
 from ..rewards.wire import packed_graded
 from . import stacks
-
-ERROR = "reward_error"
-"""Column of the reasons, empty where there is a reward."""
 
 
 class RewardWorker:
@@ -88,4 +85,4 @@ def write_scores(values: Mapping[str, Sequence[float]], out: Path, errors: Seque
         "score" if name == "score" else f"score/{name}": torch.tensor(numbers, dtype=torch.float32)
         for name, numbers in values.items()
     }
-    Batch(columns if errors is None else columns | {ERROR: list(errors)}).save(out)
+    Batch(columns if errors is None else columns | {REWARD_ERROR: list(errors)}).save(out)

@@ -197,7 +197,7 @@ class Attempt:
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen.setdefault(process.pid, process)
-        return [process for process in self._seen.values() if _runs(process)]
+        return [process for process in self._seen.values() if is_running(process)]
 
     def wait(self) -> int | None:
         """The exit code of the driver; None where it hung and was killed."""
@@ -214,7 +214,9 @@ class Attempt:
     def end_survivors(self, patience_s: float) -> list[str]:
         """Names of those that still run so long after the driver's end; they are killed then."""
         deadline = time.monotonic() + patience_s
-        while (left := [process for process in self._seen.values() if _runs(process)]) and time.monotonic() < deadline:
+        while (
+            left := [process for process in self._seen.values() if is_running(process)]
+        ) and time.monotonic() < deadline:
             time.sleep(0.2)
         names = []
         for process in left:
@@ -238,7 +240,8 @@ class Attempt:
         return self._log.read_text(encoding="utf-8", errors="replace")[-600:].strip()
 
 
-def _runs(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
+    """One that ended but was not reaped by the container's first process does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -14,19 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-QUICKSTART = ROOT / "examples" / "quickstart.yaml"
-SMALL = (
-    "warm_start.steps=20",
-    "trainer.total_training_steps=5",
-    "trainer.test_freq=3",
-    "trainer.save_freq=2",
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "data.val_max_samples=32",
-)
+from ..chaos.runs import QUICKSTART, is_running, overrides
+
+SMALL = overrides(5)
 
 
 MEASURED_BY_THE_CLOCK = "key like 'timing_s/%' or key like 'rollout/%' or key like 'perf/%'"
@@ -98,25 +88,15 @@ def resume_and_compare(home: Path, server: dict[str, str], unbroken: tuple[Path,
 
 
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that run after the deadline; Ray's agents notice only after a while that their node is gone.
-
-    A process that ended but was not reaped by the container's first process does not run.
-    """
+    """Those that run after the deadline; Ray's agents notice only after a while that their node is gone."""
     deadline = time.monotonic() + timeout_s
     running = processes
     while time.monotonic() < deadline:
-        running = [process for process in processes if _runs(process)]
+        running = [process for process in processes if is_running(process)]
         if not running:
             return []
         time.sleep(0.2)
     return running
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_for_stage(home: Path, stage: str, process: "subprocess.Popen[str]") -> None:
