@@ -1,6 +1,6 @@
 """The plain values and contracts that the rooms share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,11 +83,24 @@ class RolloutEngine(Protocol):
         """Policy version whose weights are served."""
         ...
 
-    def generate(self, prompts: "list[list[int]]", params: SamplingParams, seeds: "list[int]") -> "Batch":
+    def generate(
+        self,
+        prompts: "list[list[int]]",
+        params: SamplingParams,
+        seeds: "list[int]",
+        on_sample: "Callable[[int, list[int]], None] | None" = None,
+        timeout_s: float | None = None,
+    ) -> "Batch":
         """Draw `params.n` responses for each of B prompts.
 
-        `seeds`: one a response, `[B * n]`. Returns a Batch of B·n rows in prompt order with the ragged columns
-        `prompt_ids`, `response_ids`, `rollout_log_probs` and the text column `finish_reason` (stop | length).
+        `seeds`: one a response, `[B * n]`. `on_sample(index, response_ids)` is called as each sample finishes, in that
+        order. Returns a Batch of B·n rows in prompt order with the ragged columns `prompt_ids`, `response_ids` (the
+        stop token included), `rollout_log_probs` and the text column `finish_reason` (stop | length).
+
+        Raises:
+            DataError: an empty prompt, one that does not fit, or a wrong number of seeds.
+            NonFiniteError: a token without a finite log-prob.
+            StageError: cancelled, or longer than `timeout_s` seconds; the engine serves the next call.
         """
         ...
 
@@ -99,12 +112,16 @@ class RolloutEngine(Protocol):
         """Bound the sequences generated at once; same samples, longer queue."""
         ...
 
+    def cancel(self) -> None:
+        """From another thread: end the running `generate`, which raises StageError."""
+        ...
+
     def sleep(self) -> None:
         """Free the engine's memory for training."""
         ...
 
     def wake(self) -> None:
-        """Take it back for rollout."""
+        """Take it back for rollout; `load_weights` comes next."""
         ...
 
 

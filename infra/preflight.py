@@ -17,6 +17,7 @@ from moonshift.core.rewards import load_rewards
 from moonshift.core.training.correction import correction_rule
 
 from .disk_space import checkpoint_bytes, disk_warning
+from .engines import require_engine
 from .files import storage_errors
 from .home import home, models_folder
 from .prompt_sets import PromptSet, ReadSet, read_sets, refuse_bad_rows, render_set, sampler
@@ -103,12 +104,12 @@ def refuse_unsupported(config: Config) -> None:
         ConfigError: naming every such key.
     """
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    actor = config.actor_rollout_ref.actor
     unsupported = {
         f"trainer.nnodes × trainer.n_gpus_per_node = {world}; set both to 1": world > 1,
-        f"actor_rollout_ref.rollout.name={rollout.name}; set it to transformers": rollout.name != "transformers",
         f"actor_rollout_ref.actor.strategy={actor.strategy}; set it to fsdp2": actor.strategy != "fsdp2",
     }
+    require_engine(config)
     found = [text for text, applies in unsupported.items() if applies]
     if found:
         raise ConfigError(

@@ -188,6 +188,21 @@ class RolloutSection(Section):
     pipeline_model_parallel_size: Count = Field(1, description="pipeline stages of one replica")
     expert_parallel_size: Count = Field(1, description="GPUs that share the experts; 1, or TP × DP of the replica")
     max_model_len: Count | None = Field(None, description="tokens of prompt and response; none: the model's own limit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="vllm: type of its weights; auto: bfloat16 on a GPU, float32 on the CPU"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="vllm: share of the GPU's memory for weights, activations and KV cache of the engine"
+    )
+    enforce_eager: bool = Field(
+        False, description="vllm: no CUDA graphs and nothing compiled: starts sooner, runs slower"
+    )
+    free_cache_engine: bool = Field(True, description="vllm: give weights and KV cache back while the policy trains")
+    enable_prefix_caching: bool = Field(True, description="vllm: the samples of a prompt share its cached blocks")
+    max_num_batched_tokens: Count | None = Field(None, description="vllm: tokens a forward pass; none: vLLM's choice")
+    quantization: Literal["fp8"] | None = Field(
+        None, description="vllm: weights served in fewer bits; their log-probs differ from the trained policy's"
+    )
     log_prob_micro_batch_size_per_gpu: Count = Field(32, description="sequences a forward pass for log-probs, each GPU")
     log_prob_use_dynamic_bsz: bool | None = Field(None, description="cut those passes by tokens; none: as the actor")
     log_prob_max_token_len_per_gpu: Count | None = Field(

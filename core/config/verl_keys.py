@@ -143,12 +143,7 @@ ENTRIES: tuple[Entry, ...] = (
             f"{_ROLLOUT}.{name}"
             for name in (
                 "mode",
-                "dtype",
-                "gpu_memory_utilization",
-                "enforce_eager",
                 "cudagraph_capture_sizes",
-                "free_cache_engine",
-                "max_num_batched_tokens",
                 "disable_log_stats",
                 "engine_kwargs*",
                 "update_weights_bucket_megabytes",
@@ -156,12 +151,11 @@ ENTRIES: tuple[Entry, ...] = (
                 "load_format",
                 "layered_summon",
                 "enable_chunked_prefill",
-                "enable_prefix_caching",
                 "over_sample_rate",
                 "multi_stage_wake_up",
                 "scheduling_policy",
                 "prometheus*",
-                "quantization*",
+                "quantization_config*",
             )
         ),
     ),

@@ -12,6 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 from moonshift.core.batch import Batch, Ragged
 from moonshift.core.types import SamplingParams
 
+from .drawing import draw, uniforms
+from .requests import Drawn, OnSample, Stopper, check_request, to_batch
+
 
 class TransformersEngine:
     """Generates with a Transformers model, which may be the very model that is trained (colocated)."""
@@ -21,6 +24,7 @@ class TransformersEngine:
         self._vocab_limit = vocab_limit
         self._max_sequences = max_sequences
         self._version = 0
+        self._stopper = Stopper()
 
     @property
     def version(self) -> int:
@@ -40,6 +44,10 @@ class TransformersEngine:
         """Bound the sequences generated at once; same samples, longer queue."""
         self._max_sequences = max_sequences
 
+    def cancel(self) -> None:
+        """End a running `generate` from another thread; it raises StageError."""
+        self._stopper.cancel()
+
     def sleep(self) -> None:
         """Give cached blocks back; the KV cache lives only during `generate`."""
         if self._model.device.type == "cuda":
@@ -49,53 +57,55 @@ class TransformersEngine:
         """Nothing to take back: the cache is made anew by each `generate`."""
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Batch:
-        """Draw `params.n` responses for each of B prompts; `seeds` has one value a response, `[B * n]`.
-
-        Returns B·n rows in prompt order: ragged `prompt_ids`, `response_ids` (the stop token included),
-        `rollout_log_probs`, and the text column `finish_reason` (stop | length).
-        """
-        owners = [index for index in range(len(prompts)) for _ in range(params.n)]
-        uniforms = np.stack([_uniforms(seed, params.max_new_tokens) for seed in seeds])
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        seeds: list[int],
+        on_sample: OnSample | None = None,
+        timeout_s: float | None = None,
+    ) -> Batch:
+        """Draw `params.n` responses for each of B prompts; see `RolloutEngine.generate`."""
+        check_request(prompts, params, seeds, getattr(self._model.config, "max_position_embeddings", None))
+        self._stopper.begin(timeout_s)
+        drawn = [Drawn() for _ in seeds]
         was_training = self._model.training
         self._model.eval()
-        drawn: list[_Drawn] = []
-        for start in range(0, len(owners), self._max_sequences):
-            rows = slice(start, start + self._max_sequences)
-            drawn += self._generate_rows(prompts, owners[rows], uniforms[rows], params)
-        self._model.train(was_training)
-        return Batch(
-            {
-                "prompt_ids": Ragged.from_list([prompts[owner] for owner in owners], torch.int64),
-                "response_ids": Ragged.from_list([sample.ids for sample in drawn], torch.int64),
-                "rollout_log_probs": Ragged.from_list([sample.log_probs for sample in drawn], torch.float32),
-                "finish_reason": [sample.finish_reason for sample in drawn],
-            }
-        )
+        try:
+            for start in range(0, len(drawn), self._max_sequences):
+                indices = range(start, min(start + self._max_sequences, len(drawn)))
+                rows = _Rows(indices, seeds, params, self._model.device)
+                self._generate_rows(prompts, rows, drawn, on_sample)
+        finally:
+            self._model.train(was_training)
+        return to_batch(prompts, params.n, drawn)
 
     def _generate_rows(
-        self, prompts: list[list[int]], owners: list[int], uniforms: np.ndarray, params: SamplingParams
-    ) -> "list[_Drawn]":
-        """Generate one row per entry of `owners`; rows of one prompt share its prefill."""
-        device = self._model.device
-        distinct = sorted(set(owners))
+        self, prompts: list[list[int]], rows: "_Rows", drawn: list[Drawn], on_sample: OnSample | None
+    ) -> None:
+        """Generate the samples of `rows`; those of one prompt share its prefill."""
+        device, params = self._model.device, rows.params
+        distinct = sorted(set(rows.owners))
         logits, cache, attention, positions = self._prefill([prompts[owner] for owner in distinct])
-        which = torch.tensor([distinct.index(owner) for owner in owners], device=device)
+        which = torch.tensor([distinct.index(owner) for owner in rows.owners], device=device)
         cache.batch_select_indices(which)
         logits, attention, positions = logits[which], attention[which], positions[which]
-        randoms = torch.from_numpy(uniforms).to(device)
         stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
-        samples = [_Drawn() for _ in owners]
-        active = torch.arange(len(owners), device=device)  # row of the cache → sample
+        active = torch.arange(len(rows.owners), device=device)  # row of the cache → row of `rows`
         for index in range(params.max_new_tokens):
-            ids, log_probs = _sample(logits[:, : self._vocab_limit].float(), randoms[active, index], params)
+            self._stopper.check(rows.start, len(drawn))
+            ids, log_probs = draw(logits[:, : self._vocab_limit].float(), rows.randoms[active, index], params)
             stopped = torch.isin(ids, stops)
-            for sample, token, value, stop in zip(
+            last = index + 1 == params.max_new_tokens
+            for row, token, value, stop in zip(
                 active.tolist(), ids.tolist(), log_probs.tolist(), stopped.tolist(), strict=True
             ):
-                samples[sample].add(token, value, stop)
+                sample = rows.start + row
+                drawn[sample].add(token, value, stop)
+                if on_sample is not None and (stop or last):
+                    on_sample(sample, drawn[sample].ids)
             running = (~stopped).nonzero().squeeze(1)
-            if len(running) == 0 or index + 1 == params.max_new_tokens:
+            if len(running) == 0 or last:
                 break
             if len(running) < len(active):
                 cache.batch_select_indices(running)
@@ -110,7 +120,6 @@ class TransformersEngine:
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]
-        return samples
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
         """Last logits `[P, V]`, cache, attention mask `[P, W]` and last position `[P]` of left-padded prompts."""
@@ -129,51 +138,14 @@ class TransformersEngine:
         return logits, cache, attention, positions[:, -1]
 
 
-class _Drawn:
-    """One response while it grows."""
+class _Rows:
+    """Samples that are generated at once: whose prompts they have, and their random numbers."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.finish_reason = "length"
-
-    def add(self, token: int, log_prob: float, stop: bool) -> None:
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        if stop:
-            self.finish_reason = "stop"
-
-
-def _uniforms(seed: int, count: int) -> np.ndarray:
-    """The sample's own random numbers in [0, 1), counter based: position t needs no earlier draw."""
-    return np.random.Generator(np.random.Philox(key=seed)).random(count)
-
-
-def _sample(logits: torch.Tensor, randoms: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids `[R]` and log-probs `[R]` by inverse transform of one uniform number a row.
-
-    The log-prob is that of softmax(logits / temperature) before top-k and top-p cut it: what training computes too.
-    """
-    if params.temperature == 0:
-        log_probs = torch.log_softmax(logits, dim=-1)
-        ids = log_probs.argmax(dim=-1)
-        return ids, log_probs.gather(1, ids[:, None]).squeeze(1)
-    log_probs = torch.log_softmax(logits / params.temperature, dim=-1)
-    probabilities = _truncate(log_probs.exp().double(), params)  # float64: 50,000 terms are summed
-    cumulative = probabilities.cumsum(dim=-1)
-    targets = randoms[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    return ids, log_probs.gather(1, ids[:, None]).squeeze(1)
-
-
-def _truncate(probabilities: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Set to 0 what top-k and top-p leave out; not renormalised."""
-    if params.top_k > 0 and params.top_k < probabilities.shape[1]:
-        smallest = probabilities.topk(params.top_k, dim=-1).values[:, -1:]
-        probabilities = torch.where(probabilities >= smallest, probabilities, 0.0)
-    if params.top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        kept = before < params.top_p * ordered.sum(dim=-1, keepdim=True)
-        probabilities = torch.zeros_like(probabilities).scatter(1, order, torch.where(kept, ordered, 0.0))
-    return probabilities
+    def __init__(self, indices: range, seeds: list[int], params: SamplingParams, device: torch.device) -> None:
+        self.start = indices.start
+        self.params = params
+        self.owners = [index // params.n for index in indices]
+        """prompt of each sample"""
+        numbers = np.stack([uniforms(seeds[index], params.max_new_tokens) for index in indices])
+        self.randoms = torch.from_numpy(numbers).to(device)
+        """`[R, max_new_tokens]` float64"""

@@ -31,7 +31,7 @@ from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
 from moonshift.core.types import SamplingParams
 
-from ..engines.transformers import TransformersEngine
+from ..engines import build_engine
 from ..home import stacks_folder
 from . import stacks
 
@@ -100,11 +100,7 @@ class ModelWorker:
         )
         self.vocab_limit = min(len(self.tokenizer), self.model.config.vocab_size)
         self.train_engine = TorchTrainEngine(self.model, self.config, self.plan, self.vocab_limit)
-        self.rollout_engine = TransformersEngine(
-            self.model,
-            vocab_limit=self.vocab_limit,
-            max_sequences=self.config.actor_rollout_ref.rollout.max_num_seqs,
-        )
+        self.rollout_engine = build_engine(self.config, self.model, folder, self.vocab_limit)
         self.critic: CriticEngine | None = None
         if self.config.needs_critic:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
