@@ -187,7 +187,7 @@ class VllmEngine:
             extra_args={SAMPLE: sample},
         )
         name = str(sample)
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, request)
+        self._engine.add_request(name, self._vllm.inputs.tokens_input(prompt), request)
         return name
 
     @property

@@ -36,7 +36,7 @@ class DrawState:
         self.params = params
         self.log_probs = torch.full((len(seeds), params.max_new_tokens + 1), torch.nan, device=device)
         self._uniforms = None
-        if params.temperature > 0:
+        if params.temperature > 0 and seeds:
             self._uniforms = np.stack([uniforms(seed, params.max_new_tokens + 1) for seed in seeds])
 
     def end(self) -> torch.Tensor:
