@@ -1,6 +1,7 @@
 """Inference engines behind the `RolloutEngine` contract of `moonshift.core.types`, and the choice between them."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,18 @@ def require_engine(config: Config) -> None:
         )
 
 
-def build_engine(config: Config, model: "PreTrainedModel", folder: Path, vocab_limit: int) -> RolloutEngine:
+def build_engine(
+    config: Config,
+    model: "PreTrainedModel",
+    folder: Path,
+    vocab_limit: int,
+    previous: RolloutEngine | None = None,
+) -> RolloutEngine:
     """The engine that `actor_rollout_ref.rollout.name` chooses, on the device of `model`, the policy that is trained.
 
     `folder`: the model's, whose config an engine of its own weights reads; the weights come by `load_weights`.
+    `previous`: the engine that this process has already, for a model of the same shape. vLLM's is taken again, awake:
+    a second one would find its memory taken.
 
     Raises:
         ConfigError: it is not offered or not installed.
@@ -49,7 +58,11 @@ def build_engine(config: Config, model: "PreTrainedModel", folder: Path, vocab_l
         return TransformersEngine(model, vocab_limit=vocab_limit, max_sequences=rollout.max_num_seqs)
     from .vllm import VllmEngine
 
-    return VllmEngine(vllm_settings(config, model, folder, vocab_limit))
+    settings = vllm_settings(config, model, folder, vocab_limit)
+    if isinstance(previous, VllmEngine) and replace(previous.settings, folder=folder) == settings:
+        previous.wake()
+        return previous
+    return VllmEngine(settings)
 
 
 def vllm_settings(config: Config, model: "PreTrainedModel", folder: Path, vocab_limit: int) -> "VllmSettings":

@@ -100,7 +100,8 @@ class ModelWorker:
         )
         self.vocab_limit = min(len(self.tokenizer), self.model.config.vocab_size)
         self.train_engine = TorchTrainEngine(self.model, self.config, self.plan, self.vocab_limit)
-        self.rollout_engine = build_engine(self.config, self.model, folder, self.vocab_limit)
+        previous = getattr(self, "rollout_engine", None)  # after a warm start a worker loads once more
+        self.rollout_engine = build_engine(self.config, self.model, folder, self.vocab_limit, previous)
         self.critic: CriticEngine | None = None
         if self.config.needs_critic:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
@@ -121,6 +122,7 @@ class ModelWorker:
                 "response_ids": Ragged.from_list(examples.response_ids, torch.int64),
             }
         )
+        self.rollout_engine.sleep()  # until the warmed policy is loaded
         metrics = fine_tune(
             self.model, batch, self.config.warm_start, seed=self.config.run.seed, vocab_limit=self.vocab_limit
         )

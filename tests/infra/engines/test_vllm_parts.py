@@ -147,6 +147,9 @@ def test_every_update_reaches_the_engine_and_its_samples_say_so(
     settings = load_config(None, (), environ={}, code=ONE | rollout).config
     worker = ModelWorker(to_json(settings), make_plan(settings, 100))
     worker.load(str(small_model()), None)
+    engine = worker.rollout_engine
+    worker.load(str(small_model()), None)  # as after a warm start
+    assert (worker.rollout_engine is engine) == (name == "vllm")
     hashes = {worker.weights_sha256()}
     for step in (1, 2):
         folder = tmp_path / str(step)
