@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from moonshift.core.types import Prompt
 from .cluster import has_gpu, workers_home
 from .files import as_storage_error
 from .home import home, stacks_folder
+from .rewards import RewardStream
 from .workers import stacks
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker, alike, write_graded
@@ -44,7 +46,7 @@ class _Handle:
     """One Ray actor, its role's name for messages, and the deadline of its calls."""
 
     def __init__(self, actor: Any, role: Role, config: Config, note: Note) -> None:
-        self._actor = actor
+        self.actor = actor
         self._role = role
         self._note = note
         self._start_timeout_s = config.recovery.start_timeout_s
@@ -54,7 +56,7 @@ class _Handle:
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Start a call and go on."""
-        return getattr(self._actor, method).remote(*arguments)
+        return getattr(self.actor, method).remote(*arguments)
 
     def end(self, reference: Any, method: str, timeout_s: float | None = None) -> Any:
         """Wait for a call that was begun; the stack of a worker that does not answer is noted."""
@@ -70,7 +72,7 @@ class _Handle:
     def kill(self) -> None:
         """End the worker at once, also one that is stopped or holds the interpreter and so hears nothing of Ray's."""
         pid = self._local_pid()
-        ray.kill(self._actor)
+        ray.kill(self.actor)
         if pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -107,9 +109,9 @@ class ModelHandle(_Handle):
         """Supervised fine-tuning; the model goes to `out/model`."""
         return self._call("warm_start", examples, out)
 
-    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
-        """Generate responses into `out`."""
-        return self._call("rollout", order, out)
+    def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
+        """Generate responses into `out`; each is told to `stream` when it is whole."""
+        return self._call("rollout", order, out, stream)
 
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of a rollout batch into `out`."""
@@ -132,24 +134,47 @@ class ModelHandle(_Handle):
         return self._call("weights_sha256")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The results of a batch, in row order."""
+
+    graded: list[Graded]
+    tail_s: float
+    """seconds from when the last sample was there until all had a result"""
+
+
 class RewardHandle:
     """The role reward: `reward.num_workers` processes that share the samples of a batch."""
 
     def __init__(self, actors: list[Any], config: Config, note: Note) -> None:
         self.workers = [_Handle(actor, Role.REWARD, config, note) for actor in actors]
 
-    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> list[Graded]:
-        """Grade a rollout batch of `num_samples` rows into `out`; returns the results in row order."""
-        cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
-        shares = [range(start, stop) for start, stop in pairwise(cuts) if stop > start]
+    def stream(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> RewardStream | None:
+        """Where to send the samples of a batch while it is generated, so that `score` finds most of them graded; None
+        where a reward takes the whole batch at once."""
+        started = [(worker, worker.begin("expect", list(prompts), samples_per_prompt)) for worker in self.workers]
+        streams = [worker.end(reference, "expect") for worker, reference in started]
+        if not all(streams):
+            return None
+        stops = [share.stop for share in self._shares(len(prompts) * samples_per_prompt)]
+        return RewardStream(actors=[worker.actor for worker in self.workers], stops=stops)
+
+    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> Scored:
+        """Grade a rollout batch of `num_samples` rows into `out`."""
         started = [
             (worker, worker.begin("grade", list(prompts), rollouts, share))
-            for worker, share in zip(self.workers, shares, strict=False)
+            for worker, share in zip(self.workers, self._shares(num_samples), strict=True)
+            if share
         ]
         parts = [worker.end(reference, "grade") for worker, reference in started]
-        graded = alike([Graded(components=numbers, error=error) for part in parts for numbers, error in part])
+        graded = alike([Graded(components=numbers, error=error) for part, _ in parts for numbers, error in part])
         write_graded(graded, Path(out))
-        return graded
+        return Scored(graded=graded, tail_s=max(tail_s for _, tail_s in parts))
+
+    def _shares(self, num_samples: int) -> list[range]:
+        """The rows of each worker."""
+        cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
+        return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 class Roles:

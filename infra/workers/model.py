@@ -33,6 +33,7 @@ from moonshift.core.types import SamplingParams
 
 from ..engines.transformers import TransformersEngine
 from ..home import stacks_folder
+from ..rewards import Finished, RewardStream
 from . import stacks
 
 
@@ -131,17 +132,28 @@ class ModelWorker:
         self._save_model(Path(out) / "model")
         return metrics
 
-    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
-        """Generate, and write a batch of ids, log-probs and texts to `out`."""
+    def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
+        """Generate, and write a batch of ids, log-probs and texts to `out`; each response is sent to `stream` when it
+        is whole."""
         started = time.perf_counter()
         limit = self.limits["rollout"]
 
+        def send(row: int, ids: list[int]) -> None:
+            assert stream is not None
+            text = decode_response(ids, self.tokenizer, self.stop_ids)
+            reason = "stop" if ids[-1] in order.params.stop_ids else "length"
+            stream.send(Finished(row=row, response=text, finish_reason=reason, response_tokens=len(ids)))
+
         def generate(sequences: int, _: int | None) -> Batch:
             self.rollout_engine.budget(sequences)
-            return self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds)
+            return self.rollout_engine.generate(
+                order.prompt_ids, order.params, order.seeds, on_sample=None if stream is None else send
+            )
 
         longest = max(len(ids) for ids in order.prompt_ids) + order.params.max_new_tokens
         batch = limit.run(generate, longest, lambda: None)
+        if stream is not None:
+            stream.flush()
         seconds = time.perf_counter() - started
         count = order.params.n
         texts = [decode_response(ids.tolist(), self.tokenizer, self.stop_ids) for ids in batch.rows("response_ids")]

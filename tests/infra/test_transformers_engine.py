@@ -52,6 +52,18 @@ def test_sampled_log_probs_are_those_of_the_training_engine(model: PreTrainedMod
     torch.testing.assert_close(batch.ragged("rollout_log_probs").values, trained.values, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("max_sequences", [5, 64])
+def test_each_response_is_told_once_as_soon_as_it_is_whole(model: PreTrainedModel, max_sequences: int) -> None:
+    told: list[tuple[int, list[int]]] = []
+    batch = engine_of(model, max_sequences).generate(
+        PROMPTS, params(), list(range(12)), lambda row, response: told.append((row, list(response)))
+    )
+    assert sorted(told) == list(enumerate(ids(batch)))
+    lengths = [len(response) for row, response in told if row < 5]
+    assert lengths == sorted(lengths)  # those that are generated together are told as they end, not in row order
+    assert len(set(lengths)) > 1
+
+
 def test_a_sample_depends_on_its_own_seed_alone(model: PreTrainedModel) -> None:
     whole = ids(engine_of(model).generate(PROMPTS, params(), list(range(12))))
     queued = ids(engine_of(model, max_sequences=5).generate(PROMPTS, params(), list(range(12))))
