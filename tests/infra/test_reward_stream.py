@@ -152,6 +152,7 @@ def test_samples_reach_their_workers_from_another_process(tmp_path: Path, local_
     actors = [ray.remote(RewardWorker).options(num_cpus=0).remote(to_json(settings)) for _ in range(workers)]
     handle = RewardHandle(actors, settings, lambda kind, detail: None)
     stream = handle.stream(prompts(4), 5)
+    assert stream is not None
     ray.get(generate.remote(stream))
     scored = handle.score(
         prompts(4), saved(tmp_path / "r", [f"r{row}" for row in range(20)], 5), 20, str(tmp_path / "s")
