@@ -105,22 +105,36 @@ def _best_exchange(
     return None if best is None else best[1:]
 
 
-def cut_sorted(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices in micro-batches whose *padded* size (rows × longest) is at most `cap` tokens: for a padded layout.
+def cut_in_order(lengths: Sequence[int], added: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Consecutive samples in micro-batches (start, stop) of at most `cap` tokens, as few as their order allows and then
+    as even as may be.
 
-    Rows of similar length stand together, shortest first, so that little is padding.
+    `lengths`: tokens of a sample; `added`: what it adds to a micro-batch that the one before it is in, less where they
+    share their prompt.
 
     Raises:
         PlanError: when a sample is longer than the cap, naming it.
     """
     _refuse_overlong(lengths, cap)
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if bins and (len(bins[-1]) + 1) * lengths[index] <= cap:
-            bins[-1].append(index)
+    fewest = len(_filled(lengths, added, cap))
+    low, high = max(lengths, default=0), cap
+    while low < high:  # the lowest cap that needs no more of them
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(lengths, added, middle)) <= fewest else (middle + 1, high)
+    return _filled(lengths, added, high)
+
+
+def _filled(lengths: Sequence[int], added: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Each micro-batch filled before the next is begun."""
+    cuts: list[tuple[int, int]] = []
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and tokens + added[index] > cap:
+            cuts.append((start, index))
+            start, tokens = index, length
         else:
-            bins.append([index])
-    return bins
+            tokens += added[index] if index > start else length
+    return [*cuts, (start, len(lengths))] if lengths else []
 
 
 def _refuse_overlong(lengths: Sequence[int], cap: int) -> None:

@@ -17,7 +17,8 @@ from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..plan import BatchPlan
 from .correction import MEASURE_ONLY, bypass_rule
-from .log_probs import TokenLayout, lay_out, response_log_probs
+from .layout import TokenLayout, lay_out
+from .log_probs import response_log_probs
 from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
@@ -225,9 +226,7 @@ def forward_log_probs(
     """`log_probs` and `entropy` of every response token, ragged float32 on the host."""
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     parts: list[Batch] = []
-    order: list[torch.Tensor] = []
-    for rows in micro_batches(torch.arange(len(batch)), sample_lengths(batch), micro_batch_size, max_tokens):
-        order.append(rows)
+    for rows in micro_batches(batch, torch.arange(len(batch)), micro_batch_size, max_tokens):
         layout = lay_out(prompts, responses, rows, model.device)
         values, entropy = response_log_probs(
             model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
@@ -236,5 +235,5 @@ def forward_log_probs(
         mask = layout.response_mask.cpu()
         named = {"log_probs": values, "entropy": entropy}
         parts.append(Batch({name: Ragged.from_padded(tensor.cpu(), mask) for name, tensor in named.items()}))
-    whole = Batch.concat(parts).reorder(torch.argsort(torch.cat(order)))
+    whole = Batch.concat(parts)
     return {name: whole.ragged(name) for name in ("log_probs", "entropy")}

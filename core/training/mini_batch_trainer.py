@@ -17,7 +17,7 @@ from ..batch import Batch
 from ..config.schema import OptimSection
 from ..errors import ModelError, NonFiniteError
 from ..plan import TrainPlan
-from .log_probs import TokenLayout
+from .layout import TokenLayout
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .schedule import learning_rate
@@ -156,7 +156,7 @@ class MiniBatchTrainer:
     def _accumulate(self, batch: Batch, mini_batch: MiniBatch, size: int, tokens: int | None) -> dict[str, float]:
         """Gradients of all micro-batches; metrics are shares that add up."""
         metrics: dict[str, float] = {}
-        for rows in micro_batches(mini_batch.rows, sample_lengths(batch), size, tokens):
+        for rows in micro_batches(batch, mini_batch.rows, size, tokens):
             for key, value in self._backward(batch, rows, mini_batch).items():
                 metrics[key] = metrics.get(key, 0.0) + value
         return metrics

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..config.schema import WarmStartSection
-from .log_probs import lay_out, response_log_probs
+from .layout import lay_out
+from .log_probs import response_log_probs
 
 
 def fine_tune(

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
+from moonshift.core.training.attention import PLAIN, use_attention
 from moonshift.core.types import SamplingParams
 
 
@@ -64,6 +65,7 @@ class TransformersEngine:
         """
         owners = [index for index in range(len(prompts)) for _ in range(params.n)]
         uniforms = np.stack([_uniforms(seed, params.max_new_tokens) for seed in seeds])
+        use_attention(self._model, PLAIN)
         was_training = self._model.training
         self._model.eval()
         drawn: list[_Drawn] = []

@@ -12,8 +12,10 @@ from moonshift.core.batch import Batch, Ragged
 from moonshift.core.config import load_config
 from moonshift.core.config.schema import Config
 from moonshift.core.plan import BatchPlan, make_plan
+from moonshift.core.training.attention import PACKED
 from moonshift.core.training.engine import TorchTrainEngine
-from moonshift.core.training.log_probs import lay_out, response_log_probs
+from moonshift.core.training.layout import lay_out
+from moonshift.core.training.log_probs import response_log_probs
 from moonshift.core.training.model import load_model
 
 PROMPTS, RESPONSES = 4, 4
@@ -187,15 +189,26 @@ def test_gradient_accumulation_divides_once(char_llama: Path, tmp_path: Path, ba
     assert many.update(rows, 1)["actor/grad_norm"] == pytest.approx(one.update(rows, 1)["actor/grad_norm"], rel=1e-4)
 
 
-class _FixedLogits(torch.nn.Module):
+class _FixedLogits:
     """A model whose logits are the same everywhere."""
 
     def __init__(self, logits: list[float]) -> None:
-        super().__init__()
         self.row = torch.tensor(logits)
+        self.config = SimpleNamespace(vocab_size=len(logits), _attn_implementation=PACKED)
+        self.base_model = _Ones(self.config)
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
-        return SimpleNamespace(logits=self.row.expand(len(input_ids), logits_to_keep, -1))
+    def get_output_embeddings(self) -> Any:
+        return lambda states: states * self.row
+
+
+class _Ones:
+    """Hidden states of one number, 1."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        self.config = config
+
+    def __call__(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=torch.ones(*input_ids.shape, 1))
 
 
 @pytest.mark.case("G08")

@@ -158,6 +158,6 @@ def test_samples_reach_their_workers_from_another_process(tmp_path: Path, local_
         prompts(4), saved(tmp_path / "r", [f"r{row}" for row in range(20)], 5), 20, str(tmp_path / "s")
     )
     for actor in actors:
-        ray.kill(actor)
+        ray.kill(actor)  # pyright: ignore[reportArgumentType] a proxy is a handle
     assert [each.components for each in scored.graded] == [{"score": float(row)} for row in range(20)]
     assert calls(tmp_path) == sorted(f"u{row // 5} r{row}" for row in range(20))
