@@ -43,10 +43,14 @@ class ValueModel(nn.Module):
         hidden = self.body(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.head(hidden.float()).squeeze(-1)
 
-    def save(self, folder: Path) -> None:
-        """Write the body as a Hugging Face folder, and the head beside it."""
-        self.body.save_pretrained(folder)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.head.state_dict().items()}, folder / HEAD)
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the body as a Hugging Face folder, and the head beside it; `state`: this model's, whole."""
+        parts: dict[str, dict[str, Tensor]] = {"body": {}, "head": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor.cpu().contiguous()
+        self.body.save_pretrained(folder, state_dict=parts["body"])
+        save_file(parts["head"], folder / HEAD)
 
 
 def load_critic(folder: Path, *, device: torch.device, trust_remote_code: bool) -> ValueModel:
@@ -89,7 +93,9 @@ class CriticEngine(MiniBatchTrainer):
         self.critic = model
         self.settings = critic
         self.max_response_length = config.data.max_response_length
-        self.forward_limit = MemoryLimit("log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens)
+        self.forward_limit = MemoryLimit(
+            "log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens, shared=not self.ranks.alone
+        )
         self.drop_last = config.actor_rollout_ref.actor.drop_last
 
     @torch.no_grad()
@@ -102,12 +108,12 @@ class CriticEngine(MiniBatchTrainer):
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         parts, order = [], []
         every, lengths = torch.arange(len(batch)), sample_lengths(batch)
-        for rows in micro_batches(every, lengths, size, tokens):
+        for rows in (one.rows for one in self.ranks.share(micro_batches(every, lengths, size, tokens))):
             layout = lay_out(prompts, responses, rows, self.device)
             found = response_values(self.critic, layout).cpu()
             parts.append(Batch({"values": Ragged.from_padded(found, layout.response_mask.cpu())}))
             order.append(rows)
-        return Batch.concat(parts).reorder(torch.argsort(torch.cat(order))).ragged("values")
+        return self.ranks.merged(Batch.concat(parts), torch.cat(order)).ragged("values")
 
     def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)

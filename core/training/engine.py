@@ -1,4 +1,4 @@
-"""The one-process training engine of the policy: log-probs, policy updates.
+"""The training engine of the policy, in one process or in several that share it: log-probs, policy updates.
 
 The loss is chosen by name; what it needs over the whole mini-batch (a selection of tokens) is computed before its first
 micro-batch, so that no result depends on the cut.
@@ -16,16 +16,17 @@ from ..algorithms import POLICY_LOSSES, RolloutCorrection, aggregate, correction
 from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..plan import BatchPlan
-from .correction import MEASURE_ONLY, bypass_rule
+from .correction import MEASURE_ONLY, bypass_rule, corrections_of_all
 from .log_probs import TokenLayout, lay_out, response_log_probs
 from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
+from .parallel import ranks_of
 
 
 class TorchTrainEngine(MiniBatchTrainer):
-    """Trains one causal language model in this process (`TrainEngine`)."""
+    """Trains one causal language model (`TrainEngine`)."""
 
     kind = "actor"
 
@@ -37,7 +38,9 @@ class TorchTrainEngine(MiniBatchTrainer):
         self.policy = model
         self.vocab_limit = vocab_limit
         self.drop_last = actor.drop_last
-        self.forward_limit = MemoryLimit("log_prob", plan.log_prob.micro_batch_size, plan.log_prob.max_tokens)
+        self.forward_limit = MemoryLimit(
+            "log_prob", plan.log_prob.micro_batch_size, plan.log_prob.max_tokens, shared=not self.ranks.alone
+        )
         self.loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
         self.agg_mode = self.loss.agg_mode or actor.loss_agg_mode
         self.bypass = bypass_rule(config)
@@ -75,10 +78,11 @@ class TorchTrainEngine(MiniBatchTrainer):
         self._corrections, self._largest = {}, 0.0
         metrics = super().update(batch, step)
         if "old_log_probs" not in batch.names:
-            metrics["training/rollout_probs_diff_max"] = self._largest
+            metrics["training/rollout_probs_diff_max"] = max(self.ranks.gather(self._largest))
+        found = [part for parts in self._corrections.values() for part in parts]
         return (
             metrics
-            | correction_metrics([found for parts in self._corrections.values() for found in parts])
+            | correction_metrics(corrections_of_all(self.ranks, found))
             | {"training/optimizer_steps": float(self.optimizer_steps)}
         )
 
@@ -226,7 +230,9 @@ def forward_log_probs(
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     parts: list[Batch] = []
     order: list[torch.Tensor] = []
-    for rows in micro_batches(torch.arange(len(batch)), sample_lengths(batch), micro_batch_size, max_tokens):
+    ranks = ranks_of(model)
+    passes = micro_batches(torch.arange(len(batch)), sample_lengths(batch), micro_batch_size, max_tokens)
+    for rows in (one.rows for one in ranks.share(passes)):
         order.append(rows)
         layout = lay_out(prompts, responses, rows, model.device)
         values, entropy = response_log_probs(
@@ -236,5 +242,5 @@ def forward_log_probs(
         mask = layout.response_mask.cpu()
         named = {"log_probs": values, "entropy": entropy}
         parts.append(Batch({name: Ragged.from_padded(tensor.cpu(), mask) for name, tensor in named.items()}))
-    whole = Batch.concat(parts).reorder(torch.argsort(torch.cat(order)))
+    whole = ranks.merged(Batch.concat(parts), torch.cat(order))
     return {name: whole.ragged(name) for name in ("log_probs", "entropy")}
