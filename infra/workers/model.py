@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ray.util import get_node_ip_address
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -100,9 +101,9 @@ class ModelWorker:
         """This process's id, from then on one that writes its stack when asked (`stacks`)."""
         return stacks.enable(stacks_folder())
 
-    def open_store(self, host: str) -> Address:
-        """Rank 0 of several: begin the meeting of all; what the others need to join."""
-        self.store = open_store(host, self.config.recovery.start_timeout_s)
+    def open_store(self, host: str | None = None) -> Address:
+        """Rank 0 of several: begin the meeting of all, by default at this node's address, and say where it is."""
+        self.store = open_store(host or get_node_ip_address(), self.config.recovery.start_timeout_s)
         return self.store.host, self.store.port
 
     def join(self, address: Address) -> None:
