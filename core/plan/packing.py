@@ -8,6 +8,7 @@ micro-batch may exceed the budget, the cap holds by construction.
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..errors import PlanError
 
@@ -144,3 +145,15 @@ def _refuse_overlong(lengths: Sequence[int], cap: int) -> None:
                 f"Sample {index} has {length} tokens, more than the budget of {cap} a micro-batch; raise "
                 "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu), or lower data.max_response_length."
             )
+
+
+def spans(count: int, ranks: int, unit: int = 1) -> list[range]:
+    """`count` things in order, as one contiguous span for each rank, of nearly equal length; empty where none is left.
+
+    Spans begin at multiples of `unit` where there are units enough for all ranks.
+    Example: 10 on 4 ranks are 0-2, 2-5, 5-8, 8-10; with a unit of 4 on 2 ranks 0-8 and 8-10.
+    """
+    unit = unit if -(-count // unit) >= ranks else 1
+    units = -(-count // unit)
+    cuts = [min(count, unit * round(rank * units / ranks)) for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]

@@ -44,10 +44,14 @@ class ValueModel(nn.Module):
         hidden = hidden_states(self.body, layout).index_select(0, layout.predicted_from)
         return layout.dense(self.head(hidden.float()).squeeze(-1))
 
-    def save(self, folder: Path) -> None:
-        """Write the body as a Hugging Face folder, and the head beside it."""
-        self.body.save_pretrained(folder)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.head.state_dict().items()}, folder / HEAD)
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the body as a Hugging Face folder, and the head beside it; `state`: this model's, whole."""
+        parts: dict[str, dict[str, Tensor]] = {"body": {}, "head": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor.cpu().contiguous()
+        self.body.save_pretrained(folder, state_dict=parts["body"])
+        save_file(parts["head"], folder / HEAD)
 
 
 def load_critic(folder: Path, *, device: torch.device, trust_remote_code: bool) -> ValueModel:
@@ -82,7 +86,9 @@ class CriticEngine(MiniBatchTrainer):
         self.critic = model
         self.settings = critic
         self.max_response_length = config.data.max_response_length
-        self.forward_limit = MemoryLimit("log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens)
+        self.forward_limit = MemoryLimit(
+            "log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens, shared=not self.ranks.alone
+        )
         self.drop_last = config.actor_rollout_ref.actor.drop_last
 
     @torch.no_grad()
@@ -93,12 +99,14 @@ class CriticEngine(MiniBatchTrainer):
 
     def _values(self, batch: Batch, size: int, tokens: int | None) -> Ragged:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        parts = []
-        for rows in micro_batches(batch, torch.arange(len(batch)), size, tokens):
+        parts, order = [], []
+        passes = micro_batches(batch, torch.arange(len(batch)), size, tokens)
+        for rows in (one.rows for one in self.ranks.share(passes)):
             layout = lay_out(prompts, responses, rows, self.device)
             found = self.critic(layout).cpu()
             parts.append(Batch({"values": Ragged.from_padded(found, layout.response_mask.cpu())}))
-        return Batch.concat(parts).ragged("values")
+            order.append(rows)
+        return self.ranks.merged(Batch.concat(parts), torch.cat(order)).ragged("values")
 
     def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)

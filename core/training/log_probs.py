@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,33 +23,43 @@ _LOGITS_AT_ONCE = 2**27
 """float32 numbers: half a GiB, and a few times that while their gradient is computed"""
 
 
-def response_log_probs(
-    model: PreTrainedModel, layout: TokenLayout, *, temperature: float, vocab_limit: int, entropy_use: EntropyUse
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs `[B, T]` and entropies `[B, T]` (nats) of the response tokens, 0 outside the mask.
+class TokenScorer(nn.Module):
+    """A causal language model as training uses it: log-probs of response tokens, never the logits of a whole batch.
 
-    The distribution is softmax(logits / temperature) over the first `vocab_limit` ids: what the sampler drew from.
-    Ids beyond the tokenizer (padded embedding rows) take part neither there nor here.
-
-    Raises:
-        ModelError: the model computes its logits in another way than by one linear layer.
+    A module of its own, so that one forward pass of it is all that a sharded model (`parallel.py`) has to know of.
     """
-    score = partial(_scored, output_head(model), temperature, vocab_limit, entropy_use)
-    hidden = hidden_states(cast(PreTrainedModel, model.base_model), layout).index_select(0, layout.predicted_from)
-    targets = layout.response_ids[layout.response_mask]
-    at_once = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
-    keeps = torch.is_grad_enabled() and len(targets) > at_once  # one part alone gains nothing by being computed twice
-    parts = [
-        checkpoint(score, states, ids, use_reentrant=False) if keeps else score(states, ids)
-        for states, ids in zip(hidden.split(at_once), targets.split(at_once), strict=True)
-    ]
-    log_probs = layout.dense(torch.cat([values for values, _ in parts]))
-    if entropy_use == "none":
-        return log_probs, None
-    return log_probs, layout.dense(torch.cat([entropy for _, entropy in parts]))
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, layout: TokenLayout, *, temperature: float, vocab_limit: int, entropy_use: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs `[B, T]` and entropies `[B, T]` (nats) of the response tokens, 0 outside the mask.
+
+        The distribution is softmax(logits / temperature) over the first `vocab_limit` ids: what the sampler drew from.
+        Ids beyond the tokenizer (padded embedding rows) take part neither there nor here.
+
+        Raises:
+            ModelError: the model computes its logits in another way than by one linear layer.
+        """
+        score = partial(_scored, output_head(self.model), temperature, vocab_limit, entropy_use)
+        hidden = hidden_states(self.model.base_model, layout).index_select(0, layout.predicted_from)
+        targets = layout.response_ids[layout.response_mask]
+        at_once = max(1, _LOGITS_AT_ONCE // self.model.config.vocab_size)
+        keeps = torch.is_grad_enabled() and len(targets) > at_once  # one part alone gains nothing by being done twice
+        parts = [
+            checkpoint(score, states, ids, use_reentrant=False) if keeps else score(states, ids)
+            for states, ids in zip(hidden.split(at_once), targets.split(at_once), strict=True)
+        ]
+        log_probs = layout.dense(torch.cat([values for values, _ in parts]))
+        if entropy_use == "none":
+            return log_probs, None
+        return log_probs, layout.dense(torch.cat([entropy for _, entropy in parts]))
 
 
-def output_head(model: PreTrainedModel) -> torch.nn.Module:
+def output_head(model: PreTrainedModel) -> nn.Module:
     """The layer from hidden states to logits.
 
     Raises:
@@ -64,9 +74,9 @@ def output_head(model: PreTrainedModel) -> torch.nn.Module:
     return head
 
 
-def hidden_states(body: PreTrainedModel, layout: TokenLayout) -> Tensor:
+def hidden_states(body: nn.Module, layout: TokenLayout) -> Tensor:
     """The last hidden states `[N, H]` of the packed tokens."""
-    use_attention(body, PACKED)
+    use_attention(cast(PreTrainedModel, body), PACKED)
     states = body(
         input_ids=layout.input_ids[None],
         position_ids=layout.position_ids[None],
@@ -77,7 +87,7 @@ def hidden_states(body: PreTrainedModel, layout: TokenLayout) -> Tensor:
 
 
 def _scored(
-    head: torch.nn.Module, temperature: float, vocab_limit: int, entropy_use: EntropyUse, states: Tensor, ids: Tensor
+    head: nn.Module, temperature: float, vocab_limit: int, entropy_use: EntropyUse, states: Tensor, ids: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies `[R]` of `ids` `[R]` from hidden states `[R, H]`; no entropy: an empty tensor."""
     logits = head(states)[:, :vocab_limit].float()

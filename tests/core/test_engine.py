@@ -15,7 +15,7 @@ from moonshift.core.plan import BatchPlan, make_plan
 from moonshift.core.training.attention import PACKED
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.layout import lay_out
-from moonshift.core.training.log_probs import response_log_probs
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.model import load_model
 
 PROMPTS, RESPONSES = 4, 4
@@ -51,7 +51,7 @@ def batch() -> Batch:
 
 def engine(model: Path, tmp_path: Path, *overrides: str) -> TorchTrainEngine:
     config, plan = planned(tmp_path, *overrides)
-    return TorchTrainEngine(load_model(model, device=torch.device("cpu")), config, plan, vocab_limit=14)
+    return TorchTrainEngine(TokenScorer(load_model(model, device=torch.device("cpu"))), config, plan, vocab_limit=14)
 
 
 def planned(tmp_path: Path, *overrides: str) -> tuple[Config, BatchPlan]:
@@ -189,10 +189,11 @@ def test_gradient_accumulation_divides_once(char_llama: Path, tmp_path: Path, ba
     assert many.update(rows, 1)["actor/grad_norm"] == pytest.approx(one.update(rows, 1)["actor/grad_norm"], rel=1e-4)
 
 
-class _FixedLogits:
+class _FixedLogits(torch.nn.Module):
     """A model whose logits are the same everywhere."""
 
     def __init__(self, logits: list[float]) -> None:
+        super().__init__()
         self.row = torch.tensor(logits)
         self.config = SimpleNamespace(vocab_size=len(logits), _attn_implementation=PACKED)
         self.base_model = _Ones(self.config)
@@ -216,5 +217,5 @@ def test_the_temperature_divides_the_logits_and_not_the_log_probs() -> None:
     ids = (Ragged.from_list([[1]], torch.int64), Ragged.from_list([[0]], torch.int64))
     layout = lay_out(*ids, torch.arange(1), torch.device("cpu"))
     model = cast(PreTrainedModel, _FixedLogits([2.0, 1.0, 0.0]))
-    found, _ = response_log_probs(model, layout, temperature=0.6, vocab_limit=3, entropy_use="none")
+    found, _ = TokenScorer(model)(layout, temperature=0.6, vocab_limit=3, entropy_use="none")
     assert float(found) == pytest.approx(-0.202573, abs=1e-5)

@@ -21,7 +21,7 @@ from moonshift.core.errors import DataError, ModelError
 from moonshift.core.training import log_probs as scoring
 from moonshift.core.training.attention import PACKED, PLAIN, use_attention
 from moonshift.core.training.layout import TokenLayout, lay_out
-from moonshift.core.training.log_probs import response_log_probs
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.micro_batches import micro_batches
 
 SMALL: dict[str, Any] = {
@@ -71,7 +71,7 @@ def alone(model: PreTrainedModel, row: int, temperature: float) -> tuple[torch.T
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_are_those_of_each_sequence_alone(model: PreTrainedModel, temperature: float) -> None:
     packed = layout()
-    found, entropy = response_log_probs(model, packed, temperature=temperature, vocab_limit=29, entropy_use="value")
+    found, entropy = TokenScorer(model)(packed, temperature=temperature, vocab_limit=29, entropy_use="value")
     assert entropy is not None
     for row, response in enumerate(RESPONSES):
         expected, spread = alone(model, row, temperature)
@@ -82,7 +82,7 @@ def test_log_probs_and_entropy_are_those_of_each_sequence_alone(model: PreTraine
 
 def test_gradients_are_those_of_the_sequences_alone(model: PreTrainedModel) -> None:
     weights = [1.0, -2.0, 0.5, 3.0, -1.0, 0.25, 2.0]
-    found, _ = response_log_probs(model, layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
+    found, _ = TokenScorer(model)(layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
     (found.sum(1) * torch.tensor(weights)).sum().backward()
     packed = gradient(model)
     model.zero_grad(set_to_none=True)
@@ -105,7 +105,7 @@ def test_logits_in_parts_change_no_value_and_no_gradient(
     for at_once in (10**6, 29 * 3, 29):
         monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", at_once)
         model.zero_grad(set_to_none=True)
-        found, entropy = response_log_probs(model, layout(), temperature=0.7, vocab_limit=27, entropy_use=entropy_use)
+        found, entropy = TokenScorer(model)(layout(), temperature=0.7, vocab_limit=27, entropy_use=entropy_use)
         loss = found.square().sum() + (
             entropy.square().sum() if entropy_use == "gradient" and entropy is not None else 0
         )
@@ -121,7 +121,7 @@ def test_logits_are_never_whole_and_never_those_of_prompts(monkeypatch: pytest.M
     model.get_output_embeddings().register_forward_hook(lambda module, given, out: seen.append(out.shape[0]))
     monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 29 * 4)
     with torch.no_grad():
-        response_log_probs(model, layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
+        TokenScorer(model)(layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
     assert max(seen) <= 4 and sum(seen) == sum(map(len, RESPONSES))
 
 
@@ -155,7 +155,7 @@ def test_the_attention_of_generation_is_put_back_by_whoever_generates(model: Pre
 def test_a_model_that_would_be_computed_wrongly_is_refused(config: Any, name: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelError, match=name):
-        response_log_probs(model, layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
+        TokenScorer(model)(layout(), temperature=1.0, vocab_limit=29, entropy_use="none")
 
 
 def test_a_prompt_without_tokens_is_named() -> None:
