@@ -72,13 +72,20 @@ class MiniBatchTrainer:
         self.limit = MemoryLimit(self.kind, plan.micro_batch_size, plan.max_tokens, shared=not self.ranks.alone)
         self.optimizer_steps = 0
         self.version = 0
+        self.fused = self.device.type == "cuda"
+        """AdamW as one kernel over all parameters"""
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         parameters = [parameter for _, parameter in self.model.named_parameters()]
         optim = self.optim
         return torch.optim.AdamW(
-            parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            parameters,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=self.fused,
         )
 
     @property
@@ -208,9 +215,10 @@ class MiniBatchTrainer:
             if present and len(present) != len(moments):
                 raise ModelError(f"The optimizer state of {name} lacks {sorted(moments.keys() - present.keys())}.")
             if present:
-                # AdamW keeps its step count on the host, the moments beside the parameter
+                # AdamW keeps its step count on the host unless it is fused, the moments beside the parameter
+                place = parameter.device if self.fused else torch.device("cpu")
                 self.optimizer.state[parameter] = {
-                    key: value.clone() if key == "step" else sharded_like(value, parameter)
+                    key: value.to(place, copy=True) if key == "step" else sharded_like(value, parameter)
                     for key, value in present.items()
                 }
         if remaining:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from ray.util import get_node_ip_address
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
 from moonshift.core.config import config_from_json
@@ -33,7 +35,7 @@ from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
-from moonshift.core.training.parallel import gathered_state, shard
+from moonshift.core.training.parallel import gathered_state, recompute_blocks, shard
 from moonshift.core.training.ranks import Ranks
 from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
@@ -43,9 +45,10 @@ from ..engines.transformers import TransformersEngine
 from ..home import stacks_folder
 from ..rewards import Finished, RewardStream
 from . import stacks
-from .process_group import Address, Seat, join, open_store
+from .process_group import Address, Seat, alone, join, open_store
 
 Tensors = dict[str, torch.Tensor]
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +144,16 @@ class ModelWorker:
         remote = self.config.actor_rollout_ref.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
         self.stop_ids = stop_ids(self.tokenizer, folder)
-        self.model = load_model(folder, device=self.device, trust_remote_code=remote)
-        policy = TokenScorer(self.model) if self.mesh is None else self._trainable(folder)
-        self.reference = self._trainable(Path(initial)) if self.config.needs_reference else None
+        self.model = self._load_model(folder)
+        dtype = self.config.actor_rollout_ref.actor.fsdp_config.dtype
+        if self.mesh is None and dtype != "float32":  # the weights that are served and saved are float32
+            self.mesh = alone(self.device)
+        recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        self.policy = self.model if self.mesh is None else self._load_model(folder)
+        policy = self._spread(TokenScorer(self.policy), recompute)
+        self.reference: TokenScorer | None = None
+        if self.config.needs_reference:
+            self.reference = self._spread(TokenScorer(self._load_model(Path(initial))), recompute=False)
         self.vocab_limit = min(len(self.tokenizer), self.model.config.vocab_size)
         self.train_engine = TorchTrainEngine(policy, self.config, self.plan, self.vocab_limit)
         self.rollout_engine = TransformersEngine(
@@ -155,8 +165,8 @@ class ModelWorker:
         if self.config.needs_critic:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
             model = load_critic(place, device=self.device, trust_remote_code=remote)
-            if self.mesh is not None:
-                shard(model, self.mesh)
+            own = self.config.critic.model.enable_gradient_checkpointing
+            self._spread(model, recompute if own is None else own)
             self.critic = CriticEngine(model, self.config, self.plan)
         self.limits = self._new_limits(divisors or {})
         self._seed()
@@ -165,13 +175,17 @@ class ModelWorker:
         self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
         return self.train_engine.version
 
-    def _trainable(self, folder: Path) -> TokenScorer:
-        """A causal model in shards over the ranks, or whole where this is the only one."""
+    def _load_model(self, folder: Path) -> PreTrainedModel:
         remote = self.config.actor_rollout_ref.model.trust_remote_code
-        scorer = TokenScorer(load_model(folder, device=self.device, trust_remote_code=remote))
+        return load_model(folder, device=self.device, trust_remote_code=remote)
+
+    def _spread(self, model: Module, recompute: bool) -> Module:
+        """Make a model ready for its passes: in shards over the ranks, or whole where this is the only one."""
+        if recompute:
+            recompute_blocks(model)
         if self.mesh is not None:
-            shard(scorer, self.mesh)
-        return scorer
+            shard(model, self.mesh, getattr(torch, self.config.actor_rollout_ref.actor.fsdp_config.dtype))
+        return model
 
     def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
         """Fine-tune on worked examples and write the model, the initial policy, to `out/model`.
@@ -189,7 +203,8 @@ class ModelWorker:
         metrics = fine_tune(
             self.model, batch, self.config.warm_start, seed=self.config.run.seed, vocab_limit=self.vocab_limit
         )
-        self._save_model(Path(out) / "model")
+        self.model.save_pretrained(Path(out) / "model")
+        self.tokenizer.save_pretrained(Path(out) / "model")
         return metrics
 
     def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
@@ -298,15 +313,16 @@ class ModelWorker:
 
     def save(self, out: str) -> None:
         """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
-        optimizer = self.train_engine.optimizer_state()
+        actor = gathered_state(self.policy), self.train_engine.optimizer_state()
         critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
         if self.rank == 0:
-            once_more("checkpoint", lambda: self._save(Path(out), optimizer, critic))
+            once_more("checkpoint", lambda: self._save(Path(out), actor, critic))
 
-    def _save(self, folder: Path, optimizer: Tensors, critic: tuple[Tensors, Tensors] | None) -> None:
-        """`optimizer`: the policy's; `critic`: its weights and its optimizer's."""
-        self._save_model(folder / "model")
-        save_file(_on_host(optimizer), folder / "optimizer.safetensors")
+    def _save(self, folder: Path, actor: tuple[Tensors, Tensors], critic: tuple[Tensors, Tensors] | None) -> None:
+        """Of each model the weights and the optimizer's state, whole."""
+        self.policy.save_pretrained(folder / "model", state_dict=actor[0])
+        self.tokenizer.save_pretrained(folder / "model")
+        save_file(_on_host(actor[1]), folder / "optimizer.safetensors")
         if critic is not None and self.critic is not None:
             self.critic.critic.save(folder / "critic", critic[0])
             self.tokenizer.save_pretrained(folder / "critic")
@@ -352,10 +368,6 @@ class ModelWorker:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-
-    def _save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
 
     def _restore(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] (not in its __all__)
 from torch.distributed.device_mesh import DeviceMesh
 
 from moonshift.core.errors import ServiceError
@@ -67,6 +67,13 @@ def join(store: TCPStore | Address, seat: Seat, device: torch.device) -> DeviceM
             f"Rank {seat.rank} of {seat.world} could not join its group at {host} within {seat.timeout_s:.0f} s: "
             f"{error}"
         ) from error
+
+
+def alone(device: torch.device) -> DeviceMesh:
+    """The mesh of a process that shares its model with no other."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    return DeviceMesh(device.type, torch.zeros(1, dtype=torch.int64), mesh_dim_names=("dp",))
 
 
 def _use_interface_of(host: str) -> None:

@@ -1,6 +1,7 @@
 """A run whose model is spread over two processes, whole, killed, and resumed by one."""
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from ..chaos.injector import ACTED, Plan, write_plan
+from ..chaos.runs import ROOT
 from .conftest import MEASURED_BY_THE_CLOCK, rows, start, train, wait_for_stage
 
 pytestmark = pytest.mark.slow
@@ -68,4 +71,25 @@ def test_a_run_of_two_processes_is_resumed_by_one(
     losses = "select step, value from metrics_outbox where key = 'actor/grad_norm' and step < 3 order by step"
     assert [value for _, value in rows(home, losses)] == pytest.approx(
         [value for _, value in rows(whole[0], losses)], rel=1e-4
+    )
+
+
+def test_when_one_rank_runs_out_of_memory_all_begin_again_with_smaller_passes(
+    whole: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path
+) -> None:
+    """The others wait within a pass for the one that stopped, so the group is replaced; what was learned stays."""
+    home, chaos = tmp_path / "home", tmp_path / "chaos"
+    write_plan(str(chaos), Plan(home=str(home), kind="update", at=3, action="oom", role="worker"))
+    paths = [str(ROOT / "tests" / "chaos" / "inject"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    injected = {"MOONSHIFT_CHAOS": str(chaos), "PYTHONPATH": os.pathsep.join(paths)}
+    done, summary = train(home, server_home | injected, *TWO)
+    assert done.returncode == 0, done.stderr
+    assert (chaos / ACTED).exists() and summary["attempts"] == 1
+    ((lost,),) = rows(home, "select detail from events where kind = 'worker_lost'")
+    assert "memory of this rank ran out (actor)" in json.loads(lost)["error"]
+    ((budget,),) = rows(home, "select detail from events where kind = 'memory_budget'")
+    assert json.loads(budget) == {"what": "actor", "divisor": 2}
+    norms = "select step, value from metrics_outbox where key = 'actor/grad_norm' order by step"
+    assert [value for _, value in rows(home, norms)] == pytest.approx(
+        [value for _, value in rows(whole[0], norms)], rel=1e-4
     )

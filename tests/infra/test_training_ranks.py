@@ -25,6 +25,8 @@ BY_TOKENS = {
 }
 """one optimizer step from passes of unequal size, whose number no number of ranks divides"""
 
+BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.model.enable_gradient_checkpointing": True}
+
 
 def close(found: float, expected: float) -> bool:
     return found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -39,7 +41,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.fixture(scope="module", params=[GRPO, PPO, BY_TOKENS], ids=["grpo", "ppo", "by-tokens"])
+@pytest.fixture(scope="module", params=[GRPO, PPO, BY_TOKENS, BFLOAT16], ids=["grpo", "ppo", "by-tokens", "bf16"])
 def alone(
     request: pytest.FixtureRequest, char_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], list[dict[str, float]]]:
