@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from moonshift.core.config import to_json
 from moonshift.core.config.schema import Config
 from moonshift.core.errors import ConfigError, WorkerLostError
 from moonshift.core.plan import BatchPlan
+from moonshift.core.plan.packing import spans
 from moonshift.core.rewards.graded import Graded
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import Prompt
@@ -26,6 +26,9 @@ from .workers.group import WorkerGroup
 from .workers.handle import Note, WorkerHandle
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker, alike, write_graded
+
+_ASK_S = 2.0
+"""How long ranks of a lost group may take to say what they have learned of the memory."""
 
 
 class Role(StrEnum):
@@ -111,9 +114,6 @@ class ModelHandle:
                 self._note(MEMORY_BUDGET, {"what": what, "divisor": divisor})
 
 
-_ASK_S = 2.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """The results of a batch, in row order."""
@@ -153,8 +153,7 @@ class RewardHandle:
 
     def _shares(self, num_samples: int) -> list[range]:
         """The rows of each worker."""
-        cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
-        return [range(start, stop) for start, stop in pairwise(cuts)]
+        return spans(num_samples, len(self.workers))
 
 
 class Roles:

@@ -42,7 +42,8 @@ class ValueModel(nn.Module):
     def forward(self, layout: TokenLayout) -> Tensor:
         """Float32 values `[B, T]` at the response tokens, 0 outside the mask."""
         hidden = hidden_states(self.body, layout).index_select(0, layout.predicted_from)
-        return layout.dense(self.head(hidden.float()).squeeze(-1))
+        weight, bias = self.head.weight.float(), self.head.bias.float()  # a sharded pass may hold them in bfloat16
+        return layout.dense(nn.functional.linear(hidden.float(), weight, bias).squeeze(-1))
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the body as a Hugging Face folder, and the head beside it; `state`: this model's, whole."""

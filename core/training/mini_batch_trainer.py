@@ -167,10 +167,9 @@ class MiniBatchTrainer:
     def _accumulate(self, batch: Batch, mini_batch: MiniBatch, size: int, tokens: int | None) -> dict[str, float]:
         """Gradients of all micro-batches; metrics are shares that add up."""
         metrics: dict[str, float] = {}
-        masks = batch.ragged("loss_mask")
-        blank = batch.with_columns({"loss_mask": Ragged(torch.zeros_like(masks.values), masks.offsets)})
         for one in self.ranks.share(micro_batches(batch, mini_batch.rows, size, tokens)):
-            for key, value in self._pass(batch if one.counts else blank, one.rows, mini_batch).items():
+            found = self._pass(batch if one.counts else _blank(batch), one.rows, mini_batch)
+            for key, value in found.items():
                 metrics[key] = metrics.get(key, 0.0) + value
         return self.ranks.sum(metrics)
 
@@ -223,3 +222,9 @@ class MiniBatchTrainer:
                 }
         if remaining:
             raise ModelError(f"The optimizer state names parameters that the model lacks: {sorted(remaining)[:3]}.")
+
+
+def _blank(batch: Batch) -> Batch:
+    """The same with nothing to train on: a pass of it has no gradient and counts no token."""
+    masks = batch.ragged("loss_mask")
+    return batch.with_columns({"loss_mask": Ragged(torch.zeros_like(masks.values), masks.offsets)})

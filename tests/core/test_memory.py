@@ -10,7 +10,7 @@ from moonshift.core.batch import Batch
 from moonshift.core.errors import MemoryLimitError, WorkerLostError
 from moonshift.core.training.memory import MemoryLimit, once_more, out_of_memory
 
-from .test_engine import batch, engine, weights  # noqa: F401 (batch is a fixture)
+from .test_engine import batch, engine, in_float64, weights  # noqa: F401 (batch is a fixture)
 
 
 def raising(times: int, then: Callable[[], str] = lambda: "done") -> Callable[..., str]:
@@ -84,7 +84,7 @@ def test_an_update_that_runs_out_of_memory_ends_with_the_same_weights(
     at: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, short = (engine(char_llama, tmp_path) for _ in range(2))
+    plain, short = (in_float64(engine(char_llama, tmp_path)) for _ in range(2))
     expected = plain.update(batch, 1)
     backward, calls = short._backward, [0]
 

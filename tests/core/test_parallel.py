@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from moonshift.core.batch import Batch
 from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import TorchTrainEngine
+from moonshift.core.training.layout import lay_out
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.model import load_model, resolve_model
 from moonshift.core.training.parallel import gathered_state, ranks_of, recompute_blocks, shard
 from moonshift.infra.workers.process_group import alone
@@ -32,9 +34,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def sharded(model: Path, tmp_path: Path, mesh: DeviceMesh, dtype: torch.dtype) -> TorchTrainEngine:
     config, plan = planned(tmp_path)
-    loaded = load_model(model, device=CPU)
-    shard(loaded, mesh, dtype)
-    return TorchTrainEngine(loaded, config, plan, vocab_limit=14)
+    scorer = TokenScorer(load_model(model, device=CPU))
+    shard(scorer, mesh, dtype)
+    return TorchTrainEngine(scorer, config, plan, vocab_limit=14)
 
 
 def test_one_shard_trains_as_the_whole_model_does(
@@ -68,6 +70,24 @@ def test_passes_in_bfloat16_leave_weights_and_optimizer_in_float32(
     assert {tensor.dtype for tensor in rounded.optimizer_state().values()} == {torch.float32}
 
 
+def test_a_critic_in_bfloat16_gives_float32_values_near_the_exact_ones(
+    char_llama: Path,
+    tmp_path: Path,
+    batch: Batch,  # noqa: F811
+    mesh: DeviceMesh,
+) -> None:
+    config, plan = planned(tmp_path, "algorithm.adv_estimator=gae")
+    found: list[torch.Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_critic(char_llama, device=CPU, trust_remote_code=False)
+        torch.nn.init.ones_(model.head.weight)
+        shard(model, mesh, dtype)
+        found.append(CriticEngine(model, config, plan).values(batch).values)
+    exact, rounded = found
+    assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, atol=0.1 * float(exact.abs().max()), rtol=0)
+
+
 def kept_bytes(trained: TorchTrainEngine, rows: Batch) -> int:
     """What an update's passes keep for their gradients."""
     total = 0
@@ -77,9 +97,10 @@ def kept_bytes(trained: TorchTrainEngine, rows: Batch) -> int:
         total += tensor.nbytes
         return tensor
 
+    layout = lay_out(rows.ragged("prompt_ids"), rows.ragged("response_ids"), torch.arange(len(rows)).repeat(8), CPU)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = trained.policy(input_ids=torch.cat([rows.padded("prompt_ids")[0]] * 8, dim=1), use_cache=False).logits
-    del logits
+        scored = trained.policy(layout, temperature=1.0, vocab_limit=14, entropy_use="none")
+    del scored
     return total
 
 

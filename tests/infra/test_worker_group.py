@@ -68,9 +68,10 @@ def order(max_new_tokens: int = 6) -> RolloutOrder:
 
 
 def ranks() -> list[psutil.Process]:
-    """The model workers of this process's cluster."""
+    """The model workers of this process's cluster; other tests' ended processes may still be children too."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if "ray::ModelWorker" in "".join(process.cmdline())]
+    living = [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in living if "ray::ModelWorker" in "".join(process.cmdline())]
 
 
 def test_two_ranks_share_a_rollout_and_one_folder_comes_of_it(roles: Roles, tmp_path: Path) -> None:
