@@ -79,8 +79,8 @@ class RolloutEngine(Protocol):
     """Generates; knows nothing of rewards, training or files."""
 
     @property
-    def version(self) -> int:
-        """Policy version whose weights are served."""
+    def version(self) -> int | None:
+        """Policy version whose weights are served; None before any are, and after a sleep that gave them up."""
         ...
 
     def generate(

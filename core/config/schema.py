@@ -99,6 +99,9 @@ class ModelSection(Section):
     )
     override_config: dict[str, Any] = Field({}, description="values put over the model's own config")
     trust_remote_code: bool = Field(False, description="allow Python code that comes with the model")
+    enable_gradient_checkpointing: bool = Field(
+        False, description="keep each layer's input alone and compute the rest again for the gradient: less memory"
+    )
 
 
 class OptimSection(Section):
@@ -113,6 +116,9 @@ class OptimSection(Section):
 
 class FsdpSection(Section):
     ulysses_sequence_parallel_size: Count = Field(1, description="GPUs that share the tokens of one sequence")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="what passes compute in; weights, optimizer and sums of gradients stay float32"
+    )
 
 
 class MegatronSection(Section):
@@ -230,6 +236,7 @@ class ActorRolloutRefSection(Section):
 
 class CriticModelSection(Section):
     path: str | None = Field(None, description="model under the value head; none: the initial policy")
+    enable_gradient_checkpointing: bool | None = Field(None, description="as the policy's; none: the same")
 
 
 class CriticOptimSection(OptimSection):

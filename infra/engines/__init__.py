@@ -43,8 +43,8 @@ def build_engine(
     """The engine that `actor_rollout_ref.rollout.name` chooses, on the device of `model`, the policy that is trained.
 
     `folder`: the model's, whose config an engine of its own weights reads; the weights come by `load_weights`.
-    `previous`: the engine that this process has already, for a model of the same shape. vLLM's is taken again, awake:
-    a second one would find its memory taken.
+    `previous`: the engine that this process has already, for a model of the same shape. vLLM's is taken again: a
+    second one would find its memory taken. Nothing is served before `wake` and `load_weights`.
 
     Raises:
         ConfigError: it is not offered or not installed.
@@ -60,7 +60,7 @@ def build_engine(
 
     settings = vllm_settings(config, model, folder, vocab_limit)
     if isinstance(previous, VllmEngine) and replace(previous.settings, folder=folder) == settings:
-        previous.wake()
+        previous.sleep()  # it serves the weights of the model before
         return previous
     return VllmEngine(settings)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
+from moonshift.core.training.attention import PLAIN, use_attention
 from moonshift.core.types import SamplingParams
 
 from .drawing import draw, uniforms
@@ -23,11 +24,11 @@ class TransformersEngine:
         self._model = model
         self._vocab_limit = vocab_limit
         self._max_sequences = max_sequences
-        self._version = 0
+        self._version: int | None = None
         self._stopper = Stopper()
 
     @property
-    def version(self) -> int:
+    def version(self) -> int | None:
         """Policy version whose weights are served."""
         return self._version
 
@@ -68,6 +69,7 @@ class TransformersEngine:
         """Draw `params.n` responses for each of B prompts; see `RolloutEngine.generate`."""
         check_request(prompts, params, seeds, getattr(self._model.config, "max_position_embeddings", None))
         self._stopper.begin(timeout_s)
+        use_attention(self._model, PLAIN)
         drawn = [Drawn() for _ in seeds]
         was_training = self._model.training
         self._model.eval()

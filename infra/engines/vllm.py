@@ -56,7 +56,7 @@ class VllmEngine:
     """Continuous batching over one request a sample; the samples of a prompt share its cached blocks."""
 
     def __init__(self, settings: VllmSettings) -> None:
-        """Start the engine (15 s on a CPU, up to 2 minutes on a GPU whose graphs must be compiled).
+        """Start the engine (15 s on a CPU, up to 2 minutes on a GPU whose graphs must be compiled); it sleeps at first.
 
         Raises:
             ConfigError: vLLM is not installed, or another build than the device wants.
@@ -77,9 +77,9 @@ class VllmEngine:
             self._prove_sleep(before - _free_bytes(settings.device))
 
     @property
-    def version(self) -> int:
-        """Policy version whose weights are served."""
-        return self._version
+    def version(self) -> int | None:
+        """Policy version whose weights are served; None while there are none."""
+        return self._version if self._serving else None
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -114,10 +114,13 @@ class VllmEngine:
         self._stopper.cancel()
 
     def sleep(self) -> None:
-        """Free weights and KV cache, until `wake` and `load_weights`; nothing on a CPU or without free_cache_engine."""
+        """Serve nothing until `wake` and `load_weights`; frees weights and KV cache, but on a CPU or without
+        free_cache_engine.
+        """
+        self._serving = False
         if self._sleeps and not self._asleep:
             self._engine.sleep(level=2)  # level 1 would keep a copy of weights that are replaced anyhow
-            self._asleep, self._serving = True, False
+            self._asleep = True
 
     def wake(self) -> None:
         """Take the memory back."""
@@ -207,7 +210,6 @@ class VllmEngine:
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments, or set actor_rollout_ref.rollout.free_cache_engine=false "
                 "and a smaller gpu_memory_utilization."
             )
-        self.wake()
 
 
 def import_vllm(cache_folder: Path | None = None) -> Any:

@@ -310,9 +310,9 @@ def _watched(injector: Injector, name: str, method: Callable[..., Any]) -> Calla
             result = injector.around(name, name, lambda: method(worker, *arguments, **options))
             if name == "load":
                 critic = getattr(worker, "critic", None)
-                for model in (worker.model, worker.reference, getattr(critic, "critic", None)):
-                    if model is not None:
-                        model.register_forward_pre_hook(forward)
+                models = (worker.model, worker.policy, worker.reference, getattr(critic, "critic", None))
+                for model in {id(model): model for model in models if model is not None}.values():
+                    model.register_forward_pre_hook(forward)
             return result
         injector.inside.kind = name
         try:

@@ -277,6 +277,20 @@ MUTANTS = (
         new="",
         tests=("tests/infra/test_preemption.py",),
     ),
+    Mutant(
+        name="a pass that only fills up counts",
+        file="core/training/ranks.py",
+        old="counts=place < len(cut))",
+        new="counts=True)",
+        tests=("tests/core/test_ranks.py",),
+    ),
+    Mutant(
+        name="a rank whose memory ran out begins again alone",
+        file="core/training/memory.py",
+        old="                if self.shared:",
+        new="                if False:",
+        tests=(MEMORY,),
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from moonshift.core.batch import Batch
 from moonshift.core.training.engine import Scoring, forward_log_probs
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.model import load_model, resolve_model
 from moonshift.core.types import RolloutEngine, SamplingParams
 from moonshift.infra.engines.transformers import TransformersEngine
@@ -44,12 +45,13 @@ class Served:
     _version: int = field(default=0)
 
     def sync(self, version: int = 0) -> None:
+        self.engine.wake()
         self.engine.load_weights(self.model.named_parameters(), version)
 
     def trained(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
         """Log-probs of the batch's response tokens as training computes them."""
         scoring = Scoring(temperature=temperature, vocab_limit=self.vocab_limit)
-        return forward_log_probs(self.model, batch, 8, scoring)["log_probs"].values
+        return forward_log_probs(TokenScorer(self.model), batch, 8, scoring)["log_probs"].values
 
     def assert_as_trained(self, batch: Batch, temperature: float = 1.0) -> None:
         found = batch.ragged("rollout_log_probs").values
