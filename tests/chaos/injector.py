@@ -309,10 +309,8 @@ def _watched(injector: Injector, name: str, method: Callable[..., Any]) -> Calla
         if name in CALL_KINDS:
             result = injector.around(name, name, lambda: method(worker, *arguments, **options))
             if name == "load":
-                critic = getattr(worker, "critic", None)
-                models = (worker.model, worker.policy, worker.reference, getattr(critic, "critic", None))
-                for model in {id(model): model for model in models if model is not None}.values():
-                    model.register_forward_pre_hook(forward)
+                for body in _bodies(worker):
+                    body.register_forward_pre_hook(forward)
             return result
         injector.inside.kind = name
         try:
@@ -321,6 +319,14 @@ def _watched(injector: Injector, name: str, method: Callable[..., Any]) -> Calla
             injector.inside.kind = None
 
     return call
+
+
+def _bodies(worker: Any) -> list[Any]:
+    """Every body whose forward calls are passes: training calls it without the head, rollout through the model."""
+    models = [worker.policy, getattr(worker.rollout_engine, "_model", None)]
+    models += [part.model for part in [worker.reference] if part is not None]
+    models += [part.critic.body for part in [worker.critic] if part is not None]
+    return list({id(model.base_model): model.base_model for model in models if model is not None}.values())
 
 
 class _AfterImport:
