@@ -32,6 +32,7 @@ from .home import home, ledger_url, run_folder
 from .kl_weight import kl_weight
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .origin import origin_of, settle
+from .orphans import end_orphans, noted_processes
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .prompt_sets import sampler
@@ -277,6 +278,8 @@ def open_attempt(
             clear_leftovers(place)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt.tracker))
+        end_orphans(run.run_id)
+        stack.enter_context(noted_processes(run.run_id))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
         attempt.start_workers()
         stack.callback(lambda: attempt.roles.stop())  # those of the end, not of the start
