@@ -99,12 +99,24 @@ def write_text(path: Path, text: str) -> None:
 def publish(temporary: Path, place: Path) -> None:
     """Rename a folder into its place once all its bytes are on the disk; what lay there uncommitted goes first."""
     with storage_errors(place):
-        for path in [*files_below(temporary), *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
-            flush(path)
+        flush_below(temporary)
+        rename(temporary, place)
+        flush(place.parent)
+
+
+def rename(temporary: Path, place: Path) -> None:
+    """Rename a folder into its place, where it can be read but may not outlive the machine before it is flushed."""
+    with storage_errors(place):
         if place.exists():
             remove(place)
         temporary.rename(place)
-        flush(place.parent)
+
+
+def flush_below(folder: Path) -> None:
+    """Wait until all that is in a folder, and its names, are on the disk; the folder's own name is its parent's."""
+    with storage_errors(folder):
+        for path in [*files_below(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+            flush(path)
 
 
 def remove(folder: Path) -> None:

@@ -35,15 +35,15 @@ MUTANTS = (
     Mutant(
         name="a folder gets its name before its bytes are on the disk",
         file="infra/files.py",
-        old="            flush(path)\n        if place.exists():\n",
-        new="            pass\n        if place.exists():\n",
+        old="        flush_below(temporary)\n        rename(temporary, place)\n",
+        new="        rename(temporary, place)\n",
         tests=(FILES,),
     ),
     Mutant(
         name="a new name is not flushed",
         file="infra/files.py",
-        old="        temporary.rename(place)\n        flush(place.parent)",
-        new="        temporary.rename(place)",
+        old="        rename(temporary, place)\n        flush(place.parent)",
+        new="        rename(temporary, place)",
         tests=(FILES,),
     ),
     Mutant(
@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         name="a committed stage runs again",
         file="infra/attempt.py",
-        old="        committed = self.ledger.stage(self.run_id, step, name)\n        if committed is not None:",
-        new="        committed = self.ledger.stage(self.run_id, step, name)\n        if committed is None:",
+        old="        committed = self.commits.stage(self.run_id, step, name)\n        if committed is not None:",
+        new="        committed = self.commits.stage(self.run_id, step, name)\n        if committed is None:",
         tests=(ATTEMPT,),
     ),
     Mutant(
@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         name="the row says another output than the folder holds",
         file="infra/attempt.py",
-        old="                content = folder_digest(temporary)\n                publish(temporary, place)",
-        new="                publish(temporary, place)\n                content = folder_digest(place.parent)",
+        old="                content = folder_digest(temporary)\n                put(temporary, place)",
+        new="                put(temporary, place)\n                content = folder_digest(place.parent)",
         tests=(ATTEMPT,),
     ),
     Mutant(
