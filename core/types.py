@@ -1,6 +1,6 @@
 """The plain values and contracts that the rooms share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,8 +83,14 @@ class RolloutEngine(Protocol):
         """Policy version whose weights are served."""
         ...
 
-    def generate(self, prompts: "list[list[int]]", params: SamplingParams, seeds: "list[int]") -> "Batch":
-        """Draw `params.n` responses for each of B prompts.
+    def generate(
+        self,
+        prompts: "list[list[int]]",
+        params: SamplingParams,
+        seeds: "list[int]",
+        on_sample: Callable[[int, list[int]], None] | None = None,
+    ) -> "Batch":
+        """Draw `params.n` responses for each of B prompts; `on_sample(row, ids)` is told of each as it is whole.
 
         `seeds`: one a response, `[B * n]`. Returns a Batch of B·n rows in prompt order with the ragged columns
         `prompt_ids`, `response_ids`, `rollout_log_probs` and the text column `finish_reason` (stop | length).

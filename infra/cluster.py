@@ -80,6 +80,6 @@ def _take_back(handler: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def has_gpu() -> bool:
-    """Whether any node of the cluster offers a GPU."""
-    return ray.cluster_resources().get("GPU", 0) >= 1
+def num_gpus() -> int:
+    """GPUs of the whole cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))

@@ -102,19 +102,18 @@ def refuse_unsupported(config: Config) -> None:
     Raises:
         ConfigError: naming every such key.
     """
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    parallel = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    sequence = actor.fsdp_config.ulysses_sequence_parallel_size
     unsupported = {
-        f"trainer.nnodes × trainer.n_gpus_per_node = {world}; set both to 1": world > 1,
+        f"actor_rollout_ref.rollout: a replica of {parallel} GPUs (TP × DP × PP); set them to 1": parallel > 1,
+        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}; set it to 1": sequence > 1,
         f"actor_rollout_ref.rollout.name={rollout.name}; set it to transformers": rollout.name != "transformers",
         f"actor_rollout_ref.actor.strategy={actor.strategy}; set it to fsdp2": actor.strategy != "fsdp2",
     }
     found = [text for text, applies in unsupported.items() if applies]
     if found:
-        raise ConfigError(
-            "This version plans it, but trains and generates in one process and cannot run it:\n  - "
-            + "\n  - ".join(found)
-        )
+        raise ConfigError("This version plans it, but cannot run it:\n  - " + "\n  - ".join(found))
 
 
 def refuse_contradictions(config: Config) -> None:

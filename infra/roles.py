@@ -1,35 +1,34 @@
-"""Typed handles on the workers: the only place that waits on Ray, and every wait has a deadline."""
+"""Typed handles on the workers: what a stage may ask of whom."""
 
-import os
-import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moonshift.core.config import to_json
 from moonshift.core.config.schema import Config
-from moonshift.core.errors import MoonshiftError, StageError, WorkerLostError
+from moonshift.core.errors import ConfigError, WorkerLostError
 from moonshift.core.plan import BatchPlan
+from moonshift.core.plan.packing import spans
 from moonshift.core.rewards.graded import Graded
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import Prompt
 
-from .cluster import has_gpu, workers_home
-from .files import as_storage_error
-from .home import home, stacks_folder
-from .workers import stacks
+from .cluster import num_gpus, workers_home
+from .recovery import DIVISOR, MEMORY_BUDGET
+from .rewards import RewardStream
+from .workers.group import WorkerGroup
+from .workers.handle import Note, WorkerHandle
 from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker, alike, write_graded
 
-Note = Callable[[str, dict[str, Any]], None]
-"""Told of what happened: a kind, and its detail as plain values."""
+_ASK_S = 2.0
+"""How long ranks of a lost group may take to say what they have learned of the memory."""
 
 
 class Role(StrEnum):
@@ -40,58 +39,15 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
-class _Handle:
-    """One Ray actor, its role's name for messages, and the deadline of its calls."""
+class ModelHandle:
+    """The roles actor, rollout and ref, by one process or several ranks."""
 
-    def __init__(self, actor: Any, role: Role, config: Config, note: Note) -> None:
-        self._actor = actor
-        self._role = role
-        self._note = note
+    def __init__(self, actors: Sequence[Any], role: Role, config: Config, note: Note) -> None:
         self._start_timeout_s = config.recovery.start_timeout_s
-        self.deadline_s = config.recovery.stage_timeout_s
-        """seconds that a call may take from now on"""
-        self._pid = actor.identify.remote()
-
-    def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call and go on."""
-        return getattr(self._actor, method).remote(*arguments)
-
-    def end(self, reference: Any, method: str, timeout_s: float | None = None) -> Any:
-        """Wait for a call that was begun; the stack of a worker that does not answer is noted."""
-        what = f"{method} of role {self._role}"
-        try:
-            return wait(reference, what, timeout_s or self.deadline_s)
-        except WorkerLostError as error:
-            pid = self._local_pid()
-            stack = stacks.dump(stacks_folder(), pid) if pid is not None else ""
-            self._note("worker_lost", {"call": what, "error": str(error), "memory": memory_state(), "stack": stack})
-            raise
-
-    def kill(self) -> None:
-        """End the worker at once, also one that is stopped or holds the interpreter and so hears nothing of Ray's."""
-        pid = self._local_pid()
-        ray.kill(self._actor)
-        if pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _local_pid(self) -> int | None:
-        """Of a worker that is alive on this machine."""
-        if os.environ.get("RAY_ADDRESS"):
-            return None
-        try:
-            pid: Any = ray.get(self._pid, timeout=1.0)
-            # a number may have been given to another process since
-            return pid if "ray::" in "".join(psutil.Process(pid).cmdline()) else None
-        except (RayError, psutil.Error):
-            return None
-
-    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        return self.end(self.begin(method, *arguments), method, timeout_s)
-
-
-class ModelHandle(_Handle):
-    """The roles actor, rollout and ref."""
+        self._note = note
+        workers = [WorkerHandle(actor, role, config, note) for actor in actors]
+        self.group = WorkerGroup(workers, note, self._start_timeout_s)
+        self._alone = len(workers) == 1
 
     def load(
         self,
@@ -107,9 +63,9 @@ class ModelHandle(_Handle):
         """Supervised fine-tuning; the model goes to `out/model`."""
         return self._call("warm_start", examples, out)
 
-    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
-        """Generate responses into `out`."""
-        return self._call("rollout", order, out)
+    def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
+        """Generate responses into `out`; each is told to `stream` when it is whole."""
+        return self._call("rollout", order, out, stream)
 
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of a rollout batch into `out`."""
@@ -131,34 +87,91 @@ class ModelHandle(_Handle):
         """Hash of the weights."""
         return self._call("weights_sha256")
 
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Rank 0's answer; of what each rank measures for itself, the largest."""
+        try:
+            told = self.group.call(method, *arguments, timeout_s=timeout_s)
+        except WorkerLostError:
+            self._note_memory()
+            raise
+        if not isinstance(told[0], dict):
+            return told[0]
+        largest: dict[str, float] = {}
+        for key, value in (pair for each in told for pair in each.items()):
+            if key.startswith((DIVISOR, "perf/max_memory")):
+                largest[key] = max(value, largest.get(key, value))
+        return told[0] | largest
+
+    def _note_memory(self) -> None:
+        """Keep what ranks have learned of the memory, for those that take their place.
+
+        A rank alone cuts its passes smaller and goes on; one of several cannot, since the others wait within a pass.
+        """
+        if self._alone:
+            return
+        for divisors in self.group.answers("learned_divisors", _ASK_S):
+            for what, divisor in divisors.items():
+                self._note(MEMORY_BUDGET, {"what": what, "divisor": divisor})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The results of a batch, in row order."""
+
+    graded: list[Graded]
+    tail_s: float
+    """seconds from when the last sample was there until all had a result"""
+
 
 class RewardHandle:
     """The role reward: `reward.num_workers` processes that share the samples of a batch."""
 
     def __init__(self, actors: list[Any], config: Config, note: Note) -> None:
-        self.workers = [_Handle(actor, Role.REWARD, config, note) for actor in actors]
+        self.workers = [WorkerHandle(actor, Role.REWARD, config, note) for actor in actors]
 
-    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> list[Graded]:
-        """Grade a rollout batch of `num_samples` rows into `out`; returns the results in row order."""
-        cuts = [round(index * num_samples / len(self.workers)) for index in range(len(self.workers) + 1)]
-        shares = [range(start, stop) for start, stop in pairwise(cuts) if stop > start]
+    def stream(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> RewardStream | None:
+        """Where to send the samples of a batch while it is generated, so that `score` finds most of them graded; None
+        where a reward takes the whole batch at once."""
+        started = [(worker, worker.begin("expect", list(prompts), samples_per_prompt)) for worker in self.workers]
+        streams = [worker.end(reference, "expect") for worker, reference in started]
+        if not all(streams):
+            return None
+        stops = [share.stop for share in self._shares(len(prompts) * samples_per_prompt)]
+        return RewardStream(actors=[worker.actor for worker in self.workers], stops=stops)
+
+    def score(self, prompts: Sequence[Prompt], rollouts: str, num_samples: int, out: str) -> Scored:
+        """Grade a rollout batch of `num_samples` rows into `out`."""
         started = [
             (worker, worker.begin("grade", list(prompts), rollouts, share))
-            for worker, share in zip(self.workers, shares, strict=False)
+            for worker, share in zip(self.workers, self._shares(num_samples), strict=True)
+            if share
         ]
         parts = [worker.end(reference, "grade") for worker, reference in started]
-        graded = alike([Graded(components=numbers, error=error) for part in parts for numbers, error in part])
+        graded = alike([Graded(components=numbers, error=error) for part, _ in parts for numbers, error in part])
         write_graded(graded, Path(out))
-        return graded
+        return Scored(graded=graded, tail_s=max(tail_s for _, tail_s in parts))
+
+    def _shares(self, num_samples: int) -> list[range]:
+        """The rows of each worker."""
+        return spans(num_samples, len(self.workers))
 
 
 class Roles:
     """All workers of an attempt. They are not detached: they end with this process."""
 
     def __init__(self, config: Config, plan: BatchPlan, note: Note) -> None:
-        """`note(kind, detail)` is told when a worker was lost."""
+        """`note(kind, detail)` is told when a worker was lost.
+
+        Raises:
+            ConfigError: the cluster has fewer GPUs than the plan wants.
+        """
         role = Role.ACTOR_ROLLOUT_REF if config.needs_reference else Role.ACTOR_ROLLOUT
-        gpus = 1 if config.trainer.device != "cpu" and has_gpu() else 0
+        available = 0 if config.trainer.device == "cpu" else num_gpus()
+        if 0 < available < plan.world:
+            raise ConfigError(
+                f"trainer.nnodes × trainer.n_gpus_per_node = {plan.world} training processes need a GPU each, and the "
+                f"cluster has {available}; lower them, or join more machines to the cluster."
+            )
         text = to_json(config)
         # stateful workers are never restarted behind our back: a fresh one would hold other weights
         options: dict[str, Any] = {
@@ -166,66 +179,44 @@ class Roles:
             "max_task_retries": 0,
             "runtime_env": {"env_vars": _THREADS | workers_home()},
         }
-        model = ray.remote(ModelWorker).options(num_cpus=1, num_gpus=gpus, **options).remote(text, plan)
+        self._places = _reserve(config, gpus=available > 0) if plan.world > 1 else None
+        models = [
+            ray.remote(ModelWorker)
+            .options(num_gpus=1 if available else 0, **options | self._place(rank, config.trainer.n_gpus_per_node))
+            .remote(text, plan, rank)
+            for rank in range(plan.world)
+        ]
         graders = ray.remote(RewardWorker).options(num_cpus=0, num_gpus=0, **options)
         rewards = [graders.remote(text) for _ in range(config.reward.num_workers)]
-        self.model = ModelHandle(model, role, config, note)
+        self.model = ModelHandle(models, role, config, note)
         self.reward = RewardHandle(rewards, config, note)
+
+    def _place(self, rank: int, per_node: int) -> dict[str, Any]:
+        """Ray's options of one rank: neighbours in rank share a machine."""
+        if self._places is None:
+            return {"num_cpus": 1}
+        bundle = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank // per_node)
+        return {"num_cpus": 0, "scheduling_strategy": bundle}
 
     def set_deadline(self, seconds: float) -> None:
         """How long each call of a stage may take from now on."""
-        for handle in (self.model, *self.reward.workers):
+        for handle in (self.model.group, *self.reward.workers):
             handle.deadline_s = seconds
 
     def stop(self) -> None:
         """End the workers at once."""
-        for handle in (self.model, *self.reward.workers):
+        for handle in (self.model.group, *self.reward.workers):
             handle.kill()
+        if self._places is not None:
+            remove_placement_group(self._places)
 
 
 # Ray sets OMP_NUM_THREADS to the CPUs a worker asked for; an empty value lets torch use all cores
 _THREADS = {"OMP_NUM_THREADS": ""}
 
 
-def wait(reference: Any, what: str, timeout_s: float) -> Any:
-    """Wait for a Ray result.
-
-    Raises:
-        WorkerLostError: after the deadline, or when the worker died, saying which and why.
-        StageError: any other failure of the call.
-        MoonshiftError: the error that the worker itself raised.
-    """
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise WorkerLostError(
-            f"{what} did not answer within {timeout_s:.0f} s; raise recovery.stage_patience_s, or "
-            "recovery.stage_timeout_s, if it needs longer."
-        ) from error
-    except RayTaskError as error:
-        cause = error.cause
-        refused = cause if isinstance(cause, MoonshiftError) else as_storage_error(cause, home())
-        if refused is not None:
-            raise refused from error
-        raise StageError(f"{what} failed: {type(cause).__name__}: {cause}") from error
-    except (RayActorError, OutOfMemoryError) as error:  # the second: Ray's own memory monitor ended it
-        raise WorkerLostError(
-            f"{what} ended because its worker process died: {error} Memory: {memory_state()}."
-        ) from error
-    except RayError as error:
-        raise StageError(f"{what} failed in Ray: {error}") from error
-
-
-def memory_state() -> str:
-    """What is free on this machine, and what the kernel says of this container's limit and of whom it killed for it."""
-    memory = psutil.virtual_memory()
-    told = [f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free on this machine"]
-    group = Path("/sys/fs/cgroup")
-    limit, events = group / "memory.max", group / "memory.events"
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-        told.append(f"limit of this container {int(text) / 2**30:.1f} GiB")
-    if events.is_file():
-        counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
-        if int(counts.get("oom_kill", 0)):
-            told.append(f"the kernel has killed {counts['oom_kill']} process(es) here for want of memory")
-    return ", ".join(told)
+def _reserve(config: Config, *, gpus: bool) -> PlacementGroup:
+    """Room for the ranks of each machine, together or not at all."""
+    trainer = config.trainer
+    bundle = {"CPU": 1.0} | ({"GPU": float(trainer.n_gpus_per_node)} if gpus else {})
+    return placement_group([bundle] * trainer.nnodes, strategy="STRICT_SPREAD" if trainer.nnodes > 1 else "PACK")

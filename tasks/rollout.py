@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moonshift.core.datasets.seeds import sample_seed
-from moonshift.core.types import SamplingParams, StageRef
+from moonshift.core.types import Prompt, SamplingParams, StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.draws import round_name
 from moonshift.infra.workers.model import RolloutOrder
@@ -21,12 +21,19 @@ def rollout(attempt: Attempt, step: int, round_: int = 1) -> StageRef:
     first = round_ == 1
 
     def work(out: Path) -> StageOutput:
-        metrics = attempt.roles.model.rollout(training_order(attempt, step, round_), str(out))
+        order = training_order(attempt, step, round_)
+        stream = attempt.roles.reward.stream(drawn_prompts(attempt, step, round_), order.params.n)
+        metrics = attempt.roles.model.rollout(order, str(out), stream)
         if attempt.config.needs_baseline:
             attempt.roles.model.rollout(greedy_order(attempt, step, round_), str(out / BASELINE))
         return StageOutput(metrics=metrics if first else {})  # a metric has one value a step
 
     return attempt.stage(step, round_name("rollout", round_), (), work)
+
+
+def drawn_prompts(attempt: Attempt, step: int, round_: int) -> list[Prompt]:
+    """The prompts of a generation of the step, in the order of its groups."""
+    return [attempt.prepared.train.prompts[row] for _, row in attempt.draws.rows(step, round_)]
 
 
 def greedy_order(attempt: Attempt, step: int, round_: int) -> RolloutOrder:

@@ -9,7 +9,7 @@ from moonshift.infra.draws import round_name
 from moonshift.infra.sample_rows import sample_rows
 
 from .policies import stage_task
-from .rollout import BASELINE
+from .rollout import BASELINE, drawn_prompts
 
 
 @stage_task("score")
@@ -21,17 +21,19 @@ def score(attempt: Attempt, step: int, rollouts: StageRef, round_: int = 1) -> S
     """
 
     def work(out: Path) -> StageOutput:
-        prompts = [attempt.prepared.train.prompts[row] for _, row in attempt.draws.rows(step, round_)]
+        prompts = drawn_prompts(attempt, step, round_)
         uids = [prompt.uid for prompt in prompts]
         per_prompt = attempt.plan.samples_per_prompt
-        graded = attempt.roles.reward.score(prompts, attempt.path(rollouts), len(prompts) * per_prompt, str(out))
+        scored = attempt.roles.reward.score(prompts, attempt.path(rollouts), len(prompts) * per_prompt, str(out))
+        graded = scored.graded
         limit = attempt.config.reward.max_error_rate
         check_error_rate(graded, *sample_names(uids, per_prompt), limit)
         if attempt.config.needs_baseline:
             greedy = f"{attempt.path(rollouts)}/{BASELINE}"
             baseline = attempt.roles.reward.score(prompts, greedy, len(prompts), str(out / BASELINE))
-            check_error_rate(baseline, *sample_names(uids, 1), limit)
-        metrics = means(graded) if round_ == 1 else {}  # a metric has one value a step
+            check_error_rate(baseline.graded, *sample_names(uids, 1), limit)
+        # a metric has one value a step
+        metrics = means(graded) | {"timing_s/reward_tail": scored.tail_s} if round_ == 1 else {}
         rewards = [each.components["score"] if each.components else None for each in graded]
         return StageOutput(metrics=metrics, samples=sample_rows(Path(attempt.path(rollouts)), rewards))
 

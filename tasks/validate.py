@@ -18,10 +18,11 @@ def validate(attempt: Attempt, step: int) -> StageRef:
 
     def work(out: Path) -> StageOutput:
         order = validation_order(attempt)
-        attempt.roles.model.rollout(order, str(out / "rollout"))
         prompts = attempt.prepared.validation.prompts
+        stream = attempt.roles.reward.stream(prompts, order.params.n)
+        attempt.roles.model.rollout(order, str(out / "rollout"), stream)
         count = len(prompts) * order.params.n
-        graded = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score"))
+        graded = attempt.roles.reward.score(prompts, str(out / "rollout"), count, str(out / "score")).graded
         names = sample_names([prompt.uid for prompt in prompts], order.params.n)
         check_error_rate(graded, *names, attempt.config.reward.max_error_rate)
         return StageOutput(metrics=_accuracy([prompt.source for prompt in prompts], graded, order.params.n))

@@ -24,8 +24,8 @@ def all_gather(
     own = storage.tensors_of(columns)
     shapes = {name: [storage.dtype_name(tensor), list(tensor.shape)] for name, tensor in own.items()}
     document = storage.describe(columns, meta) | {"tensors": shapes}
-    documents = [json.loads(text) for text in _gather_bytes(json.dumps(document).encode(), group)]
-    tables = [storage.from_stream(stream) for stream in _gather_bytes(storage.to_stream(columns), group)]
+    documents = [json.loads(text) for text in gather_bytes(json.dumps(document).encode(), group)]
+    tables = [storage.from_stream(stream) for stream in gather_bytes(storage.to_stream(columns), group)]
     _check(documents)
     gathered: list[dict[str, torch.Tensor]] = [{} for _ in documents]
     for name in sorted(own):
@@ -53,7 +53,8 @@ def _check(documents: list[dict[str, Any]]) -> None:
             )
 
 
-def _gather_bytes(block: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+def gather_bytes(block: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """The block of every rank, in rank order; they may differ in length."""
     own = torch.frombuffer(bytearray(block), dtype=torch.uint8)
     device = _device(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

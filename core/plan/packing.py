@@ -8,6 +8,7 @@ micro-batch may exceed the budget, the cap holds by construction.
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..errors import PlanError
 
@@ -105,22 +106,36 @@ def _best_exchange(
     return None if best is None else best[1:]
 
 
-def cut_sorted(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices in micro-batches whose *padded* size (rows × longest) is at most `cap` tokens: for a padded layout.
+def cut_in_order(lengths: Sequence[int], added: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Consecutive samples in micro-batches (start, stop) of at most `cap` tokens, as few as their order allows and then
+    as even as may be.
 
-    Rows of similar length stand together, shortest first, so that little is padding.
+    `lengths`: tokens of a sample; `added`: what it adds to a micro-batch that the one before it is in, less where they
+    share their prompt.
 
     Raises:
         PlanError: when a sample is longer than the cap, naming it.
     """
     _refuse_overlong(lengths, cap)
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if bins and (len(bins[-1]) + 1) * lengths[index] <= cap:
-            bins[-1].append(index)
+    fewest = len(_filled(lengths, added, cap))
+    low, high = max(lengths, default=0), cap
+    while low < high:  # the lowest cap that needs no more of them
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(lengths, added, middle)) <= fewest else (middle + 1, high)
+    return _filled(lengths, added, high)
+
+
+def _filled(lengths: Sequence[int], added: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Each micro-batch filled before the next is begun."""
+    cuts: list[tuple[int, int]] = []
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and tokens + added[index] > cap:
+            cuts.append((start, index))
+            start, tokens = index, length
         else:
-            bins.append([index])
-    return bins
+            tokens += added[index] if index > start else length
+    return [*cuts, (start, len(lengths))] if lengths else []
 
 
 def _refuse_overlong(lengths: Sequence[int], cap: int) -> None:
@@ -130,3 +145,15 @@ def _refuse_overlong(lengths: Sequence[int], cap: int) -> None:
                 f"Sample {index} has {length} tokens, more than the budget of {cap} a micro-batch; raise "
                 "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu), or lower data.max_response_length."
             )
+
+
+def spans(count: int, ranks: int, unit: int = 1) -> list[range]:
+    """`count` things in order, as one contiguous span for each rank, of nearly equal length; empty where none is left.
+
+    Spans begin at multiples of `unit` where there are units enough for all ranks.
+    Example: 10 on 4 ranks are 0-2, 2-5, 5-8, 8-10; with a unit of 4 on 2 ranks 0-8 and 8-10.
+    """
+    unit = unit if -(-count // unit) >= ranks else 1
+    units = -(-count // unit)
+    cuts = [min(count, unit * round(rank * units / ranks)) for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]

@@ -4,9 +4,14 @@ Three policies (decoupled): the weights are computed once, from the old log-prob
 policies (`bypass_mode`): the rollout's log-probs stand in for the old ones, and the update weighs by its own policy.
 """
 
-from ..algorithms import CorrectionRule
+from collections.abc import Sequence
+
+import torch
+
+from ..algorithms import CorrectionRule, RolloutCorrection
 from ..config.schema import Config
 from ..errors import ConfigError
+from .ranks import Ranks
 
 MEASURE_ONLY = CorrectionRule()
 
@@ -59,3 +64,28 @@ def needs_old_log_probs(config: Config, on_policy: bool) -> bool:
     if config.algorithm.rollout_correction.bypass_mode:
         return False
     return not on_policy or corrects(config) or config.algorithm.use_kl_in_reward
+
+
+def corrections_of_all(ranks: Ranks, parts: Sequence[RolloutCorrection]) -> Sequence[RolloutCorrection]:
+    """The parts of every rank, without their tokens: what `correction_metrics` needs."""
+    if ranks.alone:
+        return parts
+    own = [
+        [
+            {name: [float(total), float(count)] for name, (total, count) in part.metrics.items()},
+            {name: float(value) for name, value in part.extremes.items()},
+        ]
+        for part in parts
+    ]
+    none = torch.zeros(0, 0)
+    return [
+        RolloutCorrection(
+            weights=none,
+            keep=none.bool(),
+            loss_mask=none.bool(),
+            metrics={name: (torch.tensor(total), torch.tensor(count)) for name, (total, count) in metrics.items()},
+            extremes={name: torch.tensor(value) for name, value in extremes.items()},
+        )
+        for told in ranks.gather(own)
+        for metrics, extremes in told
+    ]

@@ -16,7 +16,8 @@ from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..errors import ModelError
 from ..plan import BatchPlan
-from .log_probs import TokenLayout, lay_out
+from .layout import TokenLayout, lay_out
+from .log_probs import hidden_states
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
@@ -38,15 +39,19 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """`[B, W]` ids to `[B, W]` float32 values."""
-        hidden = self.body(input_ids=input_ids, use_cache=False).last_hidden_state
-        return self.head(hidden.float()).squeeze(-1)
+    def forward(self, layout: TokenLayout) -> Tensor:
+        """Float32 values `[B, T]` at the response tokens, 0 outside the mask."""
+        hidden = hidden_states(self.body, layout).index_select(0, layout.predicted_from)
+        return layout.dense(self.head(hidden.float()).squeeze(-1))
 
-    def save(self, folder: Path) -> None:
-        """Write the body as a Hugging Face folder, and the head beside it."""
-        self.body.save_pretrained(folder)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.head.state_dict().items()}, folder / HEAD)
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the body as a Hugging Face folder, and the head beside it; `state`: this model's, whole."""
+        parts: dict[str, dict[str, Tensor]] = {"body": {}, "head": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor.cpu().contiguous()
+        self.body.save_pretrained(folder, state_dict=parts["body"])
+        save_file(parts["head"], folder / HEAD)
 
 
 def load_critic(folder: Path, *, device: torch.device, trust_remote_code: bool) -> ValueModel:
@@ -69,14 +74,6 @@ def load_critic(folder: Path, *, device: torch.device, trust_remote_code: bool) 
     return model
 
 
-def response_values(model: ValueModel, layout: TokenLayout) -> Tensor:
-    """Values `[B, T]` at the response tokens, 0 outside the mask."""
-    values = model(layout.input_ids)
-    steps = torch.arange(layout.response_ids.shape[1], device=values.device)
-    position = (layout.prompt_lengths[:, None] - 1 + steps).clamp(max=values.shape[1] - 1)
-    return torch.where(layout.response_mask, values.gather(1, position), 0.0)
-
-
 class CriticEngine(MiniBatchTrainer):
     """Trains one value model in this process."""
 
@@ -89,7 +86,9 @@ class CriticEngine(MiniBatchTrainer):
         self.critic = model
         self.settings = critic
         self.max_response_length = config.data.max_response_length
-        self.forward_limit = MemoryLimit("log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens)
+        self.forward_limit = MemoryLimit(
+            "log_prob", plan.critic.micro_batch_size, plan.critic.max_tokens, shared=not self.ranks.alone
+        )
         self.drop_last = config.actor_rollout_ref.actor.drop_last
 
     @torch.no_grad()
@@ -101,19 +100,19 @@ class CriticEngine(MiniBatchTrainer):
     def _values(self, batch: Batch, size: int, tokens: int | None) -> Ragged:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         parts, order = [], []
-        every, lengths = torch.arange(len(batch)), sample_lengths(batch)
-        for rows in micro_batches(every, lengths, size, tokens):
+        passes = micro_batches(batch, torch.arange(len(batch)), size, tokens)
+        for rows in (one.rows for one in self.ranks.share(passes)):
             layout = lay_out(prompts, responses, rows, self.device)
-            found = response_values(self.critic, layout).cpu()
+            found = self.critic(layout).cpu()
             parts.append(Batch({"values": Ragged.from_padded(found, layout.response_mask.cpu())}))
             order.append(rows)
-        return Batch.concat(parts).reorder(torch.argsort(torch.cat(order))).ragged("values")
+        return self.ranks.merged(Batch.concat(parts), torch.cat(order)).ragged("values")
 
     def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)
         mask = self._dense(batch, "loss_mask", rows, layout).bool()
         found = value_loss(
-            response_values(self.critic, layout),
+            self.critic(layout),
             self._dense(batch, "values", rows, layout),
             self._dense(batch, "returns", rows, layout),
             mask,

@@ -1,4 +1,4 @@
-"""The one-process training engine of the policy: log-probs, policy updates.
+"""The training engine of the policy, in one process or in several that share it: log-probs, policy updates.
 
 The loss is chosen by name; what it needs over the whole mini-batch (a selection of tokens) is computed before its first
 micro-batch, so that no result depends on the cut.
@@ -10,34 +10,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..algorithms import POLICY_LOSSES, RolloutCorrection, aggregate, correction_metrics, kl_penalty, rollout_correction
 from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..plan import BatchPlan
-from .correction import MEASURE_ONLY, bypass_rule
-from .log_probs import TokenLayout, lay_out, response_log_probs
+from .correction import MEASURE_ONLY, bypass_rule, corrections_of_all
+from .layout import TokenLayout, lay_out
+from .log_probs import TokenScorer
 from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
+from .parallel import Probe, ranks_of
 
 
 class TorchTrainEngine(MiniBatchTrainer):
-    """Trains one causal language model in this process (`TrainEngine`)."""
+    """Trains one causal language model (`TrainEngine`)."""
 
     kind = "actor"
 
-    def __init__(self, model: PreTrainedModel, config: Config, plan: BatchPlan, vocab_limit: int) -> None:
+    def __init__(self, scorer: TokenScorer, config: Config, plan: BatchPlan, vocab_limit: int) -> None:
         actor = config.actor_rollout_ref.actor
-        super().__init__(model, plan.actor, actor.optim, grad_clip=actor.grad_clip, steps=plan.steps)
+        super().__init__(scorer.model, plan.actor, actor.optim, grad_clip=actor.grad_clip, steps=plan.steps)
+        if not self.ranks.alone:
+            self.probe = Probe(scorer)  # its forward pass is the one that a shard waits in
         self.config = config
         self.plan = plan
-        self.policy = model
+        self.policy = scorer
         self.vocab_limit = vocab_limit
         self.drop_last = actor.drop_last
-        self.forward_limit = MemoryLimit("log_prob", plan.log_prob.micro_batch_size, plan.log_prob.max_tokens)
+        self.forward_limit = MemoryLimit(
+            "log_prob", plan.log_prob.micro_batch_size, plan.log_prob.max_tokens, shared=not self.ranks.alone
+        )
         self.loss = POLICY_LOSSES[actor.policy_loss.loss_mode]
         self.agg_mode = self.loss.agg_mode or actor.loss_agg_mode
         self.bypass = bypass_rule(config)
@@ -53,12 +58,12 @@ class TorchTrainEngine(MiniBatchTrainer):
         """`batch` with the ragged float32 columns `log_probs` and `entropy`, one value a response token."""
         return batch.with_columns(self.forward(self.policy, batch))
 
-    def forward(self, model: PreTrainedModel, batch: Batch, limit: MemoryLimit | None = None) -> dict[str, Ragged]:
+    def forward(self, scorer: TokenScorer, batch: Batch, limit: MemoryLimit | None = None) -> dict[str, Ragged]:
         """`log_probs` and `entropy` under the policy or the reference, in passes that fit the memory."""
         limit = limit or self.forward_limit
 
         def work(size: int, tokens: int | None) -> dict[str, Ragged]:
-            return forward_log_probs(model, batch, size, self._scoring(), tokens)
+            return forward_log_probs(scorer, batch, size, self._scoring(), tokens)
 
         return limit.run(work, int(sample_lengths(batch).max()), lambda: None)
 
@@ -75,10 +80,11 @@ class TorchTrainEngine(MiniBatchTrainer):
         self._corrections, self._largest = {}, 0.0
         metrics = super().update(batch, step)
         if "old_log_probs" not in batch.names:
-            metrics["training/rollout_probs_diff_max"] = self._largest
+            metrics["training/rollout_probs_diff_max"] = max(self.ranks.gather(self._largest))
+        found = [part for parts in self._corrections.values() for part in parts]
         return (
             metrics
-            | correction_metrics([found for parts in self._corrections.values() for found in parts])
+            | correction_metrics(corrections_of_all(self.ranks, found))
             | {"training/optimizer_steps": float(self.optimizer_steps)}
         )
 
@@ -107,8 +113,7 @@ class TorchTrainEngine(MiniBatchTrainer):
         actor = self.config.actor_rollout_ref.actor
         on_policy = "old_log_probs" not in batch.names
         layout = lay_out(batch.ragged("prompt_ids"), batch.ragged("response_ids"), rows, self.device)
-        log_probs, entropy = response_log_probs(
-            self.policy,
+        log_probs, entropy = self.policy(
             layout,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
             vocab_limit=self.vocab_limit,
@@ -220,21 +225,23 @@ class Scoring:
 
 @torch.no_grad()
 def forward_log_probs(
-    model: PreTrainedModel, batch: Batch, micro_batch_size: int, scoring: Scoring, max_tokens: int | None = None
+    scorer: TokenScorer, batch: Batch, micro_batch_size: int, scoring: Scoring, max_tokens: int | None = None
 ) -> dict[str, Ragged]:
     """`log_probs` and `entropy` of every response token, ragged float32 on the host."""
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     parts: list[Batch] = []
     order: list[torch.Tensor] = []
-    for rows in micro_batches(torch.arange(len(batch)), sample_lengths(batch), micro_batch_size, max_tokens):
+    ranks = ranks_of(scorer)
+    passes = micro_batches(batch, torch.arange(len(batch)), micro_batch_size, max_tokens)
+    for rows in (one.rows for one in ranks.share(passes)):
         order.append(rows)
-        layout = lay_out(prompts, responses, rows, model.device)
-        values, entropy = response_log_probs(
-            model, layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
+        layout = lay_out(prompts, responses, rows, scorer.model.device)
+        values, entropy = scorer(
+            layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
         )
         assert entropy is not None
         mask = layout.response_mask.cpu()
         named = {"log_probs": values, "entropy": entropy}
         parts.append(Batch({name: Ragged.from_padded(tensor.cpu(), mask) for name, tensor in named.items()}))
-    whole = Batch.concat(parts).reorder(torch.argsort(torch.cat(order)))
+    whole = ranks.merged(Batch.concat(parts), torch.cat(order))
     return {name: whole.ragged(name) for name in ("log_probs", "entropy")}

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import MemoryLimitError
+from ..errors import MemoryLimitError, WorkerLostError
 
 Result = TypeVar("Result")
 _SAID = re.compile(r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED")
@@ -38,10 +38,12 @@ def free_memory() -> None:
 class MemoryLimit:
     """The size of one kind of pass, and how often it was halved."""
 
-    def __init__(self, what: str, size: int, tokens: int | None = None) -> None:
+    def __init__(self, what: str, size: int, tokens: int | None = None, *, shared: bool = False) -> None:
         self.what = what
         """actor | critic | log_prob | rollout"""
         self._size, self._tokens = size, tokens
+        self.shared = shared
+        """other ranks make these passes too, and wait for this one where it stopped: it cannot begin again alone"""
         self.divisor = 1
 
     @property
@@ -72,6 +74,7 @@ class MemoryLimit:
 
         Raises:
             MemoryLimitError: when one sample alone is too much, naming its size and the keys to change.
+            WorkerLostError: where ranks share the passes; they have to begin again together, at this `divisor`.
         """
         while True:
             try:
@@ -88,6 +91,11 @@ class MemoryLimit:
                         f"[1, {longest}]. {_KEYS[self.what]} cannot be lowered further: lower "
                         "data.max_response_length or data.max_prompt_length, or take a smaller model or more memory. "
                         f"{error}"
+                    ) from None
+                if self.shared:
+                    raise WorkerLostError(
+                        f"The memory of this rank ran out ({self.what}); all ranks begin again with passes "
+                        f"{self.divisor} times smaller. {error}"
                     ) from None
 
 

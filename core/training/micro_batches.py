@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..batch import Batch
-from ..plan.packing import cut_sorted
+from ..plan.packing import cut_in_order
 
 
 def sample_lengths(batch: Batch) -> torch.Tensor:
@@ -14,16 +14,22 @@ def sample_lengths(batch: Batch) -> torch.Tensor:
 
 
 def micro_batches(
-    rows: torch.Tensor, lengths: torch.Tensor, micro_batch_size: int, max_tokens: int | None
+    batch: Batch, rows: torch.Tensor, micro_batch_size: int, max_tokens: int | None
 ) -> Iterator[torch.Tensor]:
-    """`rows` (`[M]` int64, indices into `lengths` `[B]`) in passes of `micro_batch_size` rows, rows of similar length
-    together so that little is padding; with `max_tokens` in passes whose padded size is at most that many tokens.
+    """`rows` (`[M]` int64, of `batch`) in order, in passes of `micro_batch_size` rows; with `max_tokens` in passes of
+    nearly equal size that compute at most that many tokens, a prompt that consecutive rows share counted once.
 
     Raises:
         PlanError: when one sample is longer than `max_tokens`.
     """
     if max_tokens is None:
-        yield from rows[torch.argsort(lengths[rows], stable=True)].split(micro_batch_size)
+        yield from rows.split(micro_batch_size)
         return
-    for chosen in cut_sorted(lengths[rows].tolist(), max_tokens):
-        yield rows[torch.tensor(chosen)]
+    prompts = [prompt.tolist() for prompt in batch.ragged("prompt_ids").take(rows).rows()]
+    whole = sample_lengths(batch)[rows].tolist()
+    added = [
+        length - len(prompt) if index and prompt == prompts[index - 1] else length
+        for index, (prompt, length) in enumerate(zip(prompts, whole, strict=True))
+    ]
+    for start, stop in cut_in_order(whole, added, max_tokens):
+        yield rows[start:stop]

@@ -2,7 +2,8 @@
 
 Invariant: an update depends on the batch, the weights and the optimizer state alone. The gradient does not depend on
 how a mini-batch is cut into micro-batches, because every loss is normalised by counts of the whole mini-batch.
-The model is touched through `named_parameters` and the forward call only, so that a sharded one can take its place.
+The model is touched through `named_parameters` and the forward call only: a sharded one (`parallel.py`) takes its
+place, and each rank then makes its share of the passes.
 """
 
 import math
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from ..batch import Batch
+from ..batch import Batch, Ragged
 from ..config.schema import OptimSection
 from ..errors import ModelError, NonFiniteError
 from ..plan import TrainPlan
-from .log_probs import TokenLayout
+from .layout import TokenLayout
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
+from .parallel import Probe, gathered, ranks_of, sharded_like, whole, whole_weights
 from .schedule import learning_rate
 
 
@@ -65,13 +67,15 @@ class MiniBatchTrainer:
         self.grad_clip = grad_clip
         self.steps = steps
         self.drop_last = False
-        self.limit = MemoryLimit(self.kind, plan.micro_batch_size, plan.max_tokens)
+        self.ranks = ranks_of(model)
+        self.probe = None if self.ranks.alone else Probe(model)
+        self.limit = MemoryLimit(self.kind, plan.micro_batch_size, plan.max_tokens, shared=not self.ranks.alone)
         self.optimizer_steps = 0
         self.version = 0
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        parameters = [parameter for _, parameter in self.weights()]
+        parameters = [parameter for _, parameter in self.model.named_parameters()]
         optim = self.optim
         return torch.optim.AdamW(
             parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
@@ -82,8 +86,8 @@ class MiniBatchTrainer:
         return next(self.model.parameters()).device
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters by name, tied ones once, in the model's order."""
-        return self.model.named_parameters()
+        """All parameters by name, tied ones once, in the model's order; whole, so every rank has to ask for all."""
+        return whole_weights(self.model)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Take the optimizer steps of training step `step`; returns metrics averaged over them."""
@@ -128,7 +132,7 @@ class MiniBatchTrainer:
         metrics: dict[str, float] = {}
         try:
             metrics = self._within_memory(batch, mini_batch, step)
-            norm = float(clip_grad_norm_(self.model.parameters(), self.grad_clip))
+            norm = float(whole(clip_grad_norm_(self.model.parameters(), self.grad_clip)))
         except NonFiniteError:
             norm = math.nan
         if not math.isfinite(norm):
@@ -156,10 +160,21 @@ class MiniBatchTrainer:
     def _accumulate(self, batch: Batch, mini_batch: MiniBatch, size: int, tokens: int | None) -> dict[str, float]:
         """Gradients of all micro-batches; metrics are shares that add up."""
         metrics: dict[str, float] = {}
-        for rows in micro_batches(mini_batch.rows, sample_lengths(batch), size, tokens):
-            for key, value in self._backward(batch, rows, mini_batch).items():
+        for one in self.ranks.share(micro_batches(batch, mini_batch.rows, size, tokens)):
+            found = self._pass(batch if one.counts else _blank(batch), one.rows, mini_batch)
+            for key, value in found.items():
                 metrics[key] = metrics.get(key, 0.0) + value
-        return metrics
+        return self.ranks.sum(metrics)
+
+    def _pass(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
+        """`_backward`; where it refuses its numbers, the other ranks still get this one's part of the pass."""
+        try:
+            return self._backward(batch, rows, mini_batch)
+        except NonFiniteError:
+            if self.probe is None:
+                raise
+            self.probe.give_up()
+            return {}
 
     def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         """Loss and gradient of one micro-batch, as its share of the mini-batch."""
@@ -171,11 +186,11 @@ class MiniBatchTrainer:
         return values.padded(name, width=layout.response_ids.shape[1])[0].to(self.device)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`."""
+        """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`; of shards whole, on rank 0 alone."""
         state: dict[str, Tensor] = {}
-        for name, parameter in self.weights():
+        for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{name}.{key}"] = value
+                state[f"{name}.{key}"] = gathered(value)
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
@@ -186,7 +201,7 @@ class MiniBatchTrainer:
         """
         self.optimizer = self._new_optimizer()
         remaining = dict(state)
-        for name, parameter in self.weights():
+        for name, parameter in self.model.named_parameters():
             moments = {key: remaining.pop(f"{name}.{key}", None) for key in ("step", "exp_avg", "exp_avg_sq")}
             present = {key: value for key, value in moments.items() if value is not None}
             if present and len(present) != len(moments):
@@ -194,8 +209,14 @@ class MiniBatchTrainer:
             if present:
                 # AdamW keeps its step count on the host, the moments beside the parameter
                 self.optimizer.state[parameter] = {
-                    key: value.clone() if key == "step" else value.to(parameter.device).clone()
+                    key: value.clone() if key == "step" else sharded_like(value, parameter)
                     for key, value in present.items()
                 }
         if remaining:
             raise ModelError(f"The optimizer state names parameters that the model lacks: {sorted(remaining)[:3]}.")
+
+
+def _blank(batch: Batch) -> Batch:
+    """The same with nothing to train on: a pass of it has no gradient and counts no token."""
+    masks = batch.ragged("loss_mask")
+    return batch.with_columns({"loss_mask": Ragged(torch.zeros_like(masks.values), masks.offsets)})

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ..batch import Batch
 from ..config.schema import WarmStartSection
-from .log_probs import lay_out, response_log_probs
+from .layout import lay_out
+from .log_probs import TokenScorer
 
 
 def fine_tune(
@@ -29,6 +30,7 @@ def fine_tune(
     seed. Returns the loss (nats a token) of the first and the last step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    scorer = TokenScorer(model)
     draws = np.random.Generator(np.random.Philox(key=seed))
     prompts, responses = examples.ragged("prompt_ids"), examples.ragged("response_ids")
     losses: list[float] = []
@@ -37,7 +39,7 @@ def fine_tune(
             group["lr"] = settings.lr * (1.0 - step / settings.steps)
         rows = torch.from_numpy(draws.integers(len(examples), size=settings.batch_size))
         layout = lay_out(prompts, responses, rows, model.device)
-        log_probs, _ = response_log_probs(model, layout, temperature=1.0, vocab_limit=vocab_limit, entropy_use="none")
+        log_probs, _ = scorer(layout, temperature=1.0, vocab_limit=vocab_limit, entropy_use="none")
         loss = -log_probs.sum() / layout.response_mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,13 +3,14 @@
 Invariant: a sample depends on its prompt, the weights and its own seed, not on a stream shared with other samples.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
+from moonshift.core.training.attention import PLAIN, use_attention
 from moonshift.core.types import SamplingParams
 
 
@@ -49,20 +50,29 @@ class TransformersEngine:
         """Nothing to take back: the cache is made anew by each `generate`."""
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Batch:
-        """Draw `params.n` responses for each of B prompts; `seeds` has one value a response, `[B * n]`.
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        seeds: list[int],
+        on_sample: Callable[[int, list[int]], None] | None = None,
+    ) -> Batch:
+        """Draw `params.n` responses for each of B prompts; `seeds` has one value a response, `[B * n]`;
+        `on_sample(row, ids)` is told of each response as it is whole.
 
         Returns B·n rows in prompt order: ragged `prompt_ids`, `response_ids` (the stop token included),
         `rollout_log_probs`, and the text column `finish_reason` (stop | length).
         """
         owners = [index for index in range(len(prompts)) for _ in range(params.n)]
         uniforms = np.stack([_uniforms(seed, params.max_new_tokens) for seed in seeds])
+        use_attention(self._model, PLAIN)
         was_training = self._model.training
         self._model.eval()
         drawn: list[_Drawn] = []
         for start in range(0, len(owners), self._max_sequences):
             rows = slice(start, start + self._max_sequences)
-            drawn += self._generate_rows(prompts, owners[rows], uniforms[rows], params)
+            told = _shifted(on_sample, start)
+            drawn += self._generate_rows(prompts, owners[rows], uniforms[rows], params, told)
         self._model.train(was_training)
         return Batch(
             {
@@ -74,7 +84,12 @@ class TransformersEngine:
         )
 
     def _generate_rows(
-        self, prompts: list[list[int]], owners: list[int], uniforms: np.ndarray, params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        owners: list[int],
+        uniforms: np.ndarray,
+        params: SamplingParams,
+        on_sample: Callable[[int, list[int]], None],
     ) -> "list[_Drawn]":
         """Generate one row per entry of `owners`; rows of one prompt share its prefill."""
         device = self._model.device
@@ -94,8 +109,11 @@ class TransformersEngine:
                 active.tolist(), ids.tolist(), log_probs.tolist(), stopped.tolist(), strict=True
             ):
                 samples[sample].add(token, value, stop)
+            at_end = index + 1 == params.max_new_tokens
+            for sample in (active if at_end else active[stopped]).tolist():
+                on_sample(sample, samples[sample].ids)
             running = (~stopped).nonzero().squeeze(1)
-            if len(running) == 0 or index + 1 == params.max_new_tokens:
+            if len(running) == 0 or at_end:
                 break
             if len(running) < len(active):
                 cache.batch_select_indices(running)
@@ -127,6 +145,16 @@ class TransformersEngine:
             logits_to_keep=1,
         ).logits[:, -1]
         return logits, cache, attention, positions[:, -1]
+
+
+def _shifted(on_sample: Callable[[int, list[int]], None] | None, start: int) -> Callable[[int, list[int]], None]:
+    """Tells of the rows of a part of the batch that begins at `start`."""
+
+    def told(row: int, ids: list[int]) -> None:
+        if on_sample is not None:
+            on_sample(start + row, ids)
+
+    return told
 
 
 class _Drawn:

@@ -94,6 +94,13 @@ class RewardPool:
         """Processes that grade or wait for a call."""
         return [grader.pid for grader in self._processes.living.values() if grader.pid is not None]
 
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a function wants all samples of a batch in one call."""
+        with self._lock:
+            self._learn_kind()
+            return self._processes.together == 0
+
     def grade(self, samples: Sequence[Sample]) -> list[Graded]:
         """One result a sample, in order. A function that takes all samples at once gets these in one call.
 
@@ -120,7 +127,7 @@ class RewardPool:
                 self._tidy()
 
     def _cut(self, rows: range) -> None:
-        if self._processes.together is None and rows:
+        if rows:
             self._learn_kind()
         length = self._processes.together or max(1, len(rows))
         for start in range(0, len(rows), length):

@@ -1,10 +1,12 @@
 """The worker that holds a model: it generates, scores tokens and trains, colocated in one process.
 
 Invariant: batches come and go as folders on the shared disk; only paths, sizes and metrics cross the process border.
-The rollout engine serves the very tensors that are trained, so a weight sync copies nothing.
+Alone, its rollout engine serves the very tensors that are trained, so a weight sync copies nothing. Several workers
+(ranks) hold the trained models in shards and the served one whole; all are called alike, and rank 0 writes.
 """
 
 import json
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -13,27 +15,37 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ray.util import get_node_ip_address
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 
 from moonshift.core.batch import Batch, Ragged
 from moonshift.core.config import config_from_json
 from moonshift.core.errors import CheckpointError
 from moonshift.core.plan import BatchPlan
+from moonshift.core.plan.packing import spans
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.training.correction import needs_old_log_probs
 from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.fingerprint import weights_sha256
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
+from moonshift.core.training.parallel import gathered_state, shard
+from moonshift.core.training.ranks import Ranks
 from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
 from moonshift.core.types import SamplingParams
 
 from ..engines.transformers import TransformersEngine
 from ..home import stacks_folder
+from ..rewards import Finished, RewardStream
 from . import stacks
+from .process_group import Address, Seat, join, open_store
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,17 @@ class RolloutOrder:
     seeds: list[int]
     params: SamplingParams
 
+    def part(self, prompts: range) -> "RolloutOrder":
+        """The same of some prompts only."""
+        cut, count = slice(prompts.start, prompts.stop), self.params.n
+        return RolloutOrder(
+            prompt_ids=self.prompt_ids[cut],
+            uids=self.uids[cut],
+            epochs=self.epochs[cut],
+            seeds=self.seeds[prompts.start * count : prompts.stop * count],
+            params=self.params,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkedExamples:
@@ -56,18 +79,21 @@ class WorkedExamples:
 
 
 class ModelWorker:
-    """Roles actor, rollout and, where the loss needs one, ref."""
+    """Roles actor, rollout and, where the loss needs one, ref; one rank of `plan.world`."""
 
-    def __init__(self, config_json: str, plan: BatchPlan) -> None:
+    def __init__(self, config_json: str, plan: BatchPlan, rank: int = 0) -> None:
         self.config = config_from_json(config_json)
         self.plan = plan
-        threads = self.config.trainer.num_threads
-        if threads:
-            torch.set_num_threads(threads)
-        cuda = self.config.trainer.device == "cuda" or (
-            self.config.trainer.device == "auto" and torch.cuda.is_available()
-        )
+        self.rank = rank
+        self.ranks = Ranks()
+        self.mesh: DeviceMesh | None = None
+        trainer = self.config.trainer
+        cuda = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
+        if trainer.num_threads:
+            torch.set_num_threads(trainer.num_threads)
+        elif plan.world > 1 and not cuda:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node))
         # some CUDA kernels (cumsum of the sampler) have no deterministic form: warn there, refuse on the CPU
         torch.use_deterministic_algorithms(self.config.run.deterministic, warn_only=cuda)
         torch.set_float32_matmul_precision("high" if cuda else "highest")
@@ -75,6 +101,29 @@ class ModelWorker:
     def identify(self) -> int:
         """This process's id, from then on one that writes its stack when asked (`stacks`)."""
         return stacks.enable(stacks_folder())
+
+    def open_store(self, host: str | None = None) -> Address:
+        """Rank 0 of several: begin the meeting of all, by default at this node's address, and say where it is."""
+        self.store = open_store(host or get_node_ip_address(), self.config.recovery.start_timeout_s)
+        return self.store.host, self.store.port
+
+    def join(self, address: Address) -> None:
+        """Become one of `plan.world` ranks; waits for the others.
+
+        A collective may last as long as a stage may: whoever waits for the stage finds out first that it hangs.
+        """
+        recovery = self.config.recovery
+        seat = Seat(
+            rank=self.rank,
+            world=self.plan.world,
+            timeout_s=max(recovery.start_timeout_s, recovery.stage_timeout_s),
+        )
+        self.mesh = join(self.store if self.rank == 0 else address, seat, self.device)
+        self.ranks = Ranks(self.mesh.get_group())
+
+    def learned_divisors(self) -> dict[str, int]:
+        """How far passes are cut smaller because the memory ran out, by kind."""
+        return {limit.what: limit.divisor for limit in self.limits.values() if limit.divisor > 1}
 
     def load(
         self,
@@ -93,13 +142,10 @@ class ModelWorker:
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
         self.stop_ids = stop_ids(self.tokenizer, folder)
         self.model = load_model(folder, device=self.device, trust_remote_code=remote)
-        self.reference = (
-            load_model(Path(initial), device=self.device, trust_remote_code=remote)
-            if self.config.needs_reference
-            else None
-        )
+        policy = TokenScorer(self.model) if self.mesh is None else self._trainable(folder)
+        self.reference = self._trainable(Path(initial)) if self.config.needs_reference else None
         self.vocab_limit = min(len(self.tokenizer), self.model.config.vocab_size)
-        self.train_engine = TorchTrainEngine(self.model, self.config, self.plan, self.vocab_limit)
+        self.train_engine = TorchTrainEngine(policy, self.config, self.plan, self.vocab_limit)
         self.rollout_engine = TransformersEngine(
             self.model,
             vocab_limit=self.vocab_limit,
@@ -109,6 +155,8 @@ class ModelWorker:
         if self.config.needs_critic:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
             model = load_critic(place, device=self.device, trust_remote_code=remote)
+            if self.mesh is not None:
+                shard(model, self.mesh)
             self.critic = CriticEngine(model, self.config, self.plan)
         self.limits = self._new_limits(divisors or {})
         self._seed()
@@ -117,8 +165,21 @@ class ModelWorker:
         self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
         return self.train_engine.version
 
+    def _trainable(self, folder: Path) -> TokenScorer:
+        """A causal model in shards over the ranks, or whole where this is the only one."""
+        remote = self.config.actor_rollout_ref.model.trust_remote_code
+        scorer = TokenScorer(load_model(folder, device=self.device, trust_remote_code=remote))
+        if self.mesh is not None:
+            shard(scorer, self.mesh)
+        return scorer
+
     def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
-        """Fine-tune on worked examples and write the model, the initial policy, to `out/model`."""
+        """Fine-tune on worked examples and write the model, the initial policy, to `out/model`.
+
+        Rank 0 does it alone, with the whole model, so the numbers are those of one process; load it afterwards.
+        """
+        if self.rank:
+            return {}
         batch = Batch(
             {
                 "prompt_ids": Ragged.from_list(examples.prompt_ids, torch.int64),
@@ -131,19 +192,23 @@ class ModelWorker:
         self._save_model(Path(out) / "model")
         return metrics
 
-    def rollout(self, order: RolloutOrder, out: str) -> dict[str, float]:
-        """Generate, and write a batch of ids, log-probs and texts to `out`."""
+    def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
+        """Generate, and write a batch of ids, log-probs and texts to `out`; each response is sent to `stream` when it
+        is whole.
+
+        Ranks share the prompts. Where there are several waves of `max_num_seqs` samples, each wave is one rank's, so
+        its numbers are those of one process to the last bit; a wave that is split has the same ids, and log-probs
+        within rounding.
+        """
         started = time.perf_counter()
-        limit = self.limits["rollout"]
-
-        def generate(sequences: int, _: int | None) -> Batch:
-            self.rollout_engine.budget(sequences)
-            return self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds)
-
-        longest = max(len(ids) for ids in order.prompt_ids) + order.params.max_new_tokens
-        batch = limit.run(generate, longest, lambda: None)
+        limit, count = self.limits["rollout"], order.params.n
+        mine = spans(len(order.prompt_ids), self.ranks.size, max(1, limit.size // count))[self.rank]
+        batch = self._generate(order.part(mine or range(1)), stream if mine else None, mine.start * count)
+        if not self.ranks.alone:
+            batch = batch.reorder(torch.arange(len(mine) * count)).all_gather(self.ranks.group)
+        if self.rank:
+            return limit.metrics()
         seconds = time.perf_counter() - started
-        count = order.params.n
         texts = [decode_response(ids.tolist(), self.tokenizer, self.stop_ids) for ids in batch.rows("response_ids")]
         batch = batch.with_columns(
             {
@@ -159,6 +224,26 @@ class ModelWorker:
         )
         metrics = length_metrics(batch, self.config.data.max_response_length)
         return metrics | {"rollout/tokens_per_s": metrics["response_length/total"] / seconds} | limit.metrics()
+
+    def _generate(self, order: RolloutOrder, stream: RewardStream | None, first_row: int) -> Batch:
+        """The engine's batch, in waves that fit the memory; its rows begin at `first_row` of the whole."""
+
+        def send(row: int, ids: list[int]) -> None:
+            assert stream is not None
+            text = decode_response(ids, self.tokenizer, self.stop_ids)
+            reason = "stop" if ids[-1] in order.params.stop_ids else "length"
+            stream.send(Finished(row=first_row + row, response=text, finish_reason=reason, response_tokens=len(ids)))
+
+        def generate(sequences: int, _: int | None) -> Batch:
+            self.rollout_engine.budget(sequences)
+            on_sample = None if stream is None else send
+            return self.rollout_engine.generate(order.prompt_ids, order.params, order.seeds, on_sample=on_sample)
+
+        longest = max(len(ids) for ids in order.prompt_ids) + order.params.max_new_tokens
+        batch = self.limits["rollout"].run(generate, longest, lambda: None)
+        if stream is not None:
+            stream.flush()
+        return batch
 
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
@@ -179,11 +264,14 @@ class ModelWorker:
             columns["ref_log_probs"] = reference["log_probs"]
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
-        Batch(columns).save(Path(out))
+        if self.rank == 0:
+            Batch(columns).save(Path(out))
         return metrics | self.limits["log_prob"].metrics()
 
     def advantage(self, stages: Stages, out: str, kl_coef: float | None) -> dict[str, float]:
-        """Advantages, written with all that the update needs: the redo log of the step."""
+        """Advantages, written with all that the update needs: the redo log of the step; rank 0's work alone."""
+        if self.rank:
+            return {}
         batch, metrics = once_more("advantage", lambda: compute_advantages(stages, self.config, kl_coef))
         batch.save(Path(out))
         return metrics
@@ -209,16 +297,20 @@ class ModelWorker:
         return metrics
 
     def save(self, out: str) -> None:
-        """Write model, optimizer, random state and counters to `out`."""
-        once_more("checkpoint", lambda: self._save(Path(out)))
+        """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
+        optimizer = self.train_engine.optimizer_state()
+        critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
+        if self.rank == 0:
+            once_more("checkpoint", lambda: self._save(Path(out), optimizer, critic))
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, folder: Path, optimizer: Tensors, critic: tuple[Tensors, Tensors] | None) -> None:
+        """`optimizer`: the policy's; `critic`: its weights and its optimizer's."""
         self._save_model(folder / "model")
-        save_file(_on_host(self.train_engine.optimizer_state()), folder / "optimizer.safetensors")
-        if self.critic is not None:
-            self.critic.critic.save(folder / "critic")
+        save_file(_on_host(optimizer), folder / "optimizer.safetensors")
+        if critic is not None and self.critic is not None:
+            self.critic.critic.save(folder / "critic", critic[0])
             self.tokenizer.save_pretrained(folder / "critic")
-            save_file(_on_host(self.critic.optimizer_state()), folder / "critic_optimizer.safetensors")
+            save_file(_on_host(critic[1]), folder / "critic_optimizer.safetensors")
         generators = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -245,7 +337,9 @@ class ModelWorker:
             "rollout": MemoryLimit("rollout", self.config.actor_rollout_ref.rollout.max_num_seqs),
         }
         if plan.reference is not None:
-            limits["reference"] = MemoryLimit("log_prob", plan.reference.micro_batch_size, plan.reference.max_tokens)
+            limits["reference"] = MemoryLimit(
+                "log_prob", plan.reference.micro_batch_size, plan.reference.max_tokens, shared=not self.ranks.alone
+            )
         if self.critic is not None:
             limits |= {"critic": self.critic.limit, "values": self.critic.forward_limit}
         for limit in limits.values():
@@ -282,7 +376,7 @@ class ModelWorker:
         np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, cached))
 
 
-def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_host(tensors: Tensors) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 

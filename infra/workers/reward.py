@@ -1,6 +1,8 @@
 """The worker that grades responses with the user's reward functions, in a pool of processes of its own."""
 
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from moonshift.core.rewards.graded import REWARD_ERROR, Graded
 from moonshift.core.types import Prompt, Sample
 
 from ..home import stacks_folder
-from ..rewards import RewardPool
+from ..rewards import Arrivals, Finished, RewardPool
 from ..rewards.wire import packed_graded
 from . import stacks
 
@@ -30,16 +32,32 @@ class RewardWorker:
             # what it leaves undone is graded again sample by sample, within the stage's own time
             longest_s=min(recovery.stage_timeout_s, recovery.stage_patience_s) / 2,
         )
+        self._thread = ThreadPoolExecutor(1, "grading")
+        self._arrivals: Arrivals | None = None
 
     def identify(self) -> int:
         """This process's id, from then on one that writes its stack when asked (`stacks`)."""
         return stacks.enable(stacks_folder())
 
-    def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> list[list[object]]:
-        """`[components, None]` or `[None, reason]` for each of the given rows of a rollout batch.
+    def expect(self, prompts: list[Prompt], count: int) -> bool:
+        """Whether samples of a batch to come, `count` a prompt, may be sent to `arrived` while it is generated: not
+        where a function takes the whole batch at once. What arrived of another batch is forgotten."""
+        streams = not self.pool.whole_batch
+        self._arrivals = Arrivals(self.pool, self._thread, prompts, count) if streams else None
+        return streams
+
+    def arrived(self, finished: list[Finished]) -> None:
+        """Begin to grade samples of the batch that is expected."""
+        if self._arrivals is not None:
+            self._arrivals.add(finished)
+
+    def grade(self, prompts: list[Prompt], rollouts: str, rows: range) -> tuple[list[list[object]], float]:
+        """`[components, None]` or `[None, reason]` for each of the given rows of a rollout batch, and the seconds from
+        when the last of them was there until all had a result.
 
         `prompts[g]` is the prompt of group g. Raises RewardError when a sample cannot be handed to a process.
         """
+        began_at = time.monotonic()
         batch = Batch.load(Path(rollouts)).reorder(torch.arange(rows.start, rows.stop))
         samples = [
             Sample(prompt=prompts[group], response=response, finish_reason=reason, response_tokens=length)
@@ -51,7 +69,13 @@ class RewardWorker:
                 strict=True,
             )
         ]
-        return [packed_graded(each) for each in self.pool.grade(samples)]
+        arrivals, self._arrivals = self._arrivals, None
+        graded = arrivals.results(rows, samples) if arrivals is not None else {}
+        if arrivals is not None and graded:
+            began_at = arrivals.last_at
+        missing = {row: sample for row, sample in zip(rows, samples, strict=True) if row not in graded}
+        graded |= dict(zip(missing, self.pool.grade(list(missing.values())), strict=True))
+        return [packed_graded(graded[row]) for row in rows], time.monotonic() - began_at
 
 
 def alike(graded: Sequence[Graded]) -> list[Graded]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moonshift.core.batch import Batch
-from moonshift.core.errors import MemoryLimitError
+from moonshift.core.errors import MemoryLimitError, WorkerLostError
 from moonshift.core.training.memory import MemoryLimit, once_more, out_of_memory
 
-from .test_engine import batch, engine, weights  # noqa: F401 (batch is a fixture)
+from .test_engine import batch, engine, in_float64, weights  # noqa: F401 (batch is a fixture)
 
 
 def raising(times: int, then: Callable[[], str] = lambda: "done") -> Callable[..., str]:
@@ -84,7 +84,7 @@ def test_an_update_that_runs_out_of_memory_ends_with_the_same_weights(
     at: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, short = (engine(char_llama, tmp_path) for _ in range(2))
+    plain, short = (in_float64(engine(char_llama, tmp_path)) for _ in range(2))
     expected = plain.update(batch, 1)
     backward, calls = short._backward, [0]
 
@@ -105,3 +105,19 @@ def test_an_update_that_runs_out_of_memory_ends_with_the_same_weights(
     assert found["rollout_corr/kl"] == pytest.approx(expected["rollout_corr/kl"], abs=1e-6)
     assert found["perf/memory_divisor/actor"] == (2.0 if at == 1 else 8.0)
     assert short.optimizer_steps == 1
+
+
+def test_where_ranks_share_the_passes_none_begins_again_alone() -> None:
+    limit = MemoryLimit("actor", 4, shared=True)
+    for size, divisor in ((4, 2), (2, 4)):
+        tried: list[int] = []
+
+        def work(samples: int, tokens: int | None, seen: list[int] = tried) -> str:
+            seen.append(samples)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        with pytest.raises(WorkerLostError, match=f"passes {divisor} times smaller"):
+            limit.run(work, 5, lambda: None)
+        assert tried == [size] and limit.divisor == divisor
+    with pytest.raises(MemoryLimitError, match="one sample"):
+        limit.run(raising(1), 5, lambda: None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshift.core.errors import PlanError
-from moonshift.core.plan import balance, cut_sorted, pack
+from moonshift.core.plan import balance, cut_in_order, pack
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -20,11 +20,24 @@ def test_no_micro_batch_exceeds_the_cap_and_every_sample_is_in_one(lengths: list
     assert len(bins) <= 11 / 9 * -(-sum(lengths) // cap) + 2 or len(bins) <= 2 * -(-sum(lengths) // cap)
 
 
-@given(LENGTHS, st.integers(100, 400))
-def test_a_padded_micro_batch_keeps_the_cap_with_its_padding(lengths: list[int], cap: int) -> None:
-    bins = cut_sorted(lengths, cap)
-    assert all(len(chosen) * max(lengths[index] for index in chosen) <= cap for chosen in bins)
-    assert sorted(index for chosen in bins for index in chosen) == list(range(len(lengths)))
+@given(LENGTHS, st.integers(100, 400), st.data())
+def test_consecutive_samples_keep_the_cap_and_their_order(lengths: list[int], cap: int, data: st.DataObject) -> None:
+    added = [data.draw(st.integers(1, length)) for length in lengths]
+    cuts = cut_in_order(lengths, added, cap)
+    sums = [lengths[start] + sum(added[start + 1 : stop]) for start, stop in cuts]
+    assert all(total <= cap for total in sums)
+    assert [index for start, stop in cuts for index in range(start, stop)] == list(range(len(lengths)))
+
+
+def test_consecutive_samples_are_cut_evenly_and_no_finer_than_needed() -> None:
+    assert cut_in_order([30] * 10, [30] * 10, 120) == [(0, 4), (4, 8), (8, 10)]
+    assert cut_in_order([60, 40, 40, 40, 20], [60, 40, 40, 40, 20], 120) == [(0, 2), (2, 5)]
+    assert cut_in_order([5], [5], 5) == [(0, 1)]
+    assert cut_in_order([], [], 5) == []
+
+
+def test_a_shared_prompt_counts_once_and_again_where_a_micro_batch_begins() -> None:
+    assert cut_in_order([10] * 6, [2] * 6, 14) == [(0, 3), (3, 6)]
 
 
 @given(LENGTHS, st.integers(1, 8))
@@ -78,6 +91,7 @@ def test_the_result_depends_on_the_lengths_alone() -> None:
 
 
 def test_a_sample_longer_than_the_cap_is_named() -> None:
-    for cut in (pack, cut_sorted):
-        with pytest.raises(PlanError, match="Sample 1 has 11 tokens, more than the budget of 10"):
-            cut([10, 11], 10)
+    with pytest.raises(PlanError, match="Sample 1 has 11 tokens, more than the budget of 10"):
+        pack([10, 11], 10)
+    with pytest.raises(PlanError, match="Sample 1 has 11 tokens, more than the budget of 10"):
+        cut_in_order([10, 11], [10, 1], 10)

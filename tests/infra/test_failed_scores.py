@@ -60,7 +60,7 @@ def test_an_error_is_kept_with_its_reason_from_the_function_to_the_ledger_row(tm
     prompts = [Prompt(uid=f"u{n}", messages=(), text="", answer=None, source="t", extra={}) for n in range(2)]
     worker = RewardWorker(to_json(config(reward__function=f"{tmp_path}/reward.py:score")))
     with worker.pool:
-        found = worker.grade(prompts, str(place), range(6))
+        found = worker.grade(prompts, str(place), range(6))[0]
     graded = alike([Graded(components=numbers, error=error) for numbers, error in found])  # pyright: ignore
     write_graded(graded, tmp_path / "s")
     written = Batch.load(tmp_path / "s")

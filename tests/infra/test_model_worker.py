@@ -149,5 +149,5 @@ def test_every_response_is_graded_beside_its_own_prompt(tmp_path: Path, workers:
     for start, stop in pairwise(cuts):
         grader = RewardWorker(to_json(settings))
         with grader.pool:
-            graded += grader.grade(prompts, str(tmp_path / "r"), range(start, stop))
+            graded += grader.grade(prompts, str(tmp_path / "r"), range(start, stop))[0]
     assert graded == [[{"score": 1.0}, None]] * 6

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from moonshift.core.batch import Batch
 from moonshift.core.training.engine import Scoring, forward_log_probs
+from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.model import load_model
 from moonshift.core.types import SamplingParams
 from moonshift.infra.engines.transformers import TransformersEngine
@@ -48,8 +49,20 @@ def test_greedy_ids_equal_a_loop_without_cache_or_padding(model: PreTrainedModel
 def test_sampled_log_probs_are_those_of_the_training_engine(model: PreTrainedModel, temperature: float) -> None:
     batch = engine_of(model).generate(PROMPTS, params(temperature=temperature), list(range(12)))
     scoring = Scoring(temperature=temperature, vocab_limit=model.config.vocab_size)
-    trained = forward_log_probs(model, batch, 5, scoring)["log_probs"]
+    trained = forward_log_probs(TokenScorer(model), batch, 5, scoring)["log_probs"]
     torch.testing.assert_close(batch.ragged("rollout_log_probs").values, trained.values, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("max_sequences", [5, 64])
+def test_each_response_is_told_once_as_soon_as_it_is_whole(model: PreTrainedModel, max_sequences: int) -> None:
+    told: list[tuple[int, list[int]]] = []
+    batch = engine_of(model, max_sequences).generate(
+        PROMPTS, params(), list(range(12)), lambda row, response: told.append((row, list(response)))
+    )
+    assert sorted(told) == list(enumerate(ids(batch)))
+    lengths = [len(response) for row, response in told if row < 5]
+    assert lengths == sorted(lengths)  # those that are generated together are told as they end, not in row order
+    assert len(set(lengths)) > 1
 
 
 def test_a_sample_depends_on_its_own_seed_alone(model: PreTrainedModel) -> None:
@@ -101,7 +114,9 @@ def test_ids_beyond_the_tokenizer_are_never_drawn_and_carry_no_probability(model
     engine = TransformersEngine(model, vocab_limit=limit, max_sequences=1024)
     batch = engine.generate([[3, 4]], params(n=1000), list(range(1000)))
     assert max(max(row) for row in ids(batch)) < limit
-    trained = forward_log_probs(model, batch, 512, Scoring(temperature=1.0, vocab_limit=limit))["log_probs"]
+    trained = forward_log_probs(TokenScorer(model), batch, 512, Scoring(temperature=1.0, vocab_limit=limit))[
+        "log_probs"
+    ]
     torch.testing.assert_close(batch.ragged("rollout_log_probs").values, trained.values, atol=1e-5, rtol=0)
 
 

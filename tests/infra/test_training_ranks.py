@@ -1,0 +1,154 @@
+"""One, two and four processes train alike: the same samples, losses, weights and checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moonshift.core.batch import Batch, Ragged
+
+from ..training_ranks import Spec, run
+
+pytestmark = pytest.mark.slow
+TENSORS = ("model/model.safetensors", "optimizer.safetensors")
+CRITIC = ("critic/model.safetensors", "critic/value_head.safetensors", "critic_optimizer.safetensors")
+ACTOR = "actor_rollout_ref.actor"
+GRPO = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.entropy_coeff": 0.01, "actor_rollout_ref.rollout.max_num_seqs": 8}
+PPO = {"algorithm.adv_estimator": "gae", f"{ACTOR}.ppo_epochs": 2, "actor_rollout_ref.rollout.max_num_seqs": 4}
+BY_TOKENS = {
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 22,
+    f"{ACTOR}.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.rollout.n": 4,
+}
+"""one optimizer step from passes of unequal size, whose number no number of ranks divides"""
+
+
+def close(found: float, expected: float) -> bool:
+    return found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def tensors(saved: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    return {f"{name}/{key}": value for name in names for key, value in load_file(saved / name).items()}
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module", params=[GRPO, PPO, BY_TOKENS], ids=["grpo", "ppo", "by-tokens"])
+def alone(
+    request: pytest.FixtureRequest, char_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], list[dict[str, float]]]:
+    """Two steps by one process: folder, settings and metrics."""
+    folder = tmp_path_factory.mktemp("alone")
+    spec = Spec(world=1, model=str(char_llama), folder=str(folder), steps=[1, 2], settings=request.param)
+    return folder, request.param, run(spec)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_processes_train_as_one_does(
+    alone: tuple[Path, dict[str, Any], list[dict[str, float]]], char_llama: Path, tmp_path: Path, world: int
+) -> None:
+    single, settings, expected = alone
+    spec = Spec(world=world, model=str(char_llama), folder=str(tmp_path), steps=[1, 2], settings=settings)
+    found = run(spec)
+    for stage in ("rollout", "score", "log_probs"):
+        left, right = Batch.load(single / "1" / stage), Batch.load(tmp_path / "1" / stage)
+        if stage == "rollout" and settings.get("actor_rollout_ref.rollout.max_num_seqs", 1024) * world > 16:
+            rounded = [batch.ragged("rollout_log_probs").values for batch in (left, right)]
+            torch.testing.assert_close(rounded[1], rounded[0], atol=1e-6, rtol=0)  # its one wave was split
+            left, right = left.pop(["rollout_log_probs"])[1], right.pop(["rollout_log_probs"])[1]
+        assert left.equals(right), stage  # to the last bit
+    for before, after in zip(expected, found, strict=True):
+        assert before.keys() == after.keys()
+        compared = {key for key in before if not key.startswith(("perf/", "rollout_corr/", "training/rollout_probs"))}
+        assert {key: (after[key], before[key]) for key in compared if not close(after[key], before[key])} == {}
+    names = TENSORS + (CRITIC if "algorithm.adv_estimator" in settings else ())
+    saved = [tensors(folder / "2" / "saved", names) for folder in (single, tmp_path)]
+    assert saved[0].keys() == saved[1].keys()
+    for name, tensor in saved[0].items():
+        torch.testing.assert_close(
+            saved[1][name], tensor, atol=1e-5, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_a_checkpoint_is_the_same_at_any_number_of_processes(char_llama: Path, tmp_path: Path) -> None:
+    """R12: written by one or by two, read by 1, 2 and 4: equal bits; and the next losses agree."""
+    first = [
+        Spec(world=n, model=str(char_llama), folder=str(tmp_path / f"w{n}"), steps=[1], settings=PPO) for n in (1, 2)
+    ]
+    for spec in first:
+        run(spec)
+    files = sorted(path.relative_to(tmp_path / "w1") for path in (tmp_path / "w1" / "1" / "saved").rglob("*"))
+    assert files == sorted(path.relative_to(tmp_path / "w2") for path in (tmp_path / "w2" / "1" / "saved").rglob("*"))
+    losses: list[tuple[float, float]] = []
+    for writer, reader in ((1, 2), (2, 1), (2, 4)):
+        saved, folder = tmp_path / f"w{writer}" / "1" / "saved", tmp_path / f"{writer}-{reader}"
+        spec = Spec(
+            world=reader, model=str(char_llama), folder=str(folder), steps=[2], settings=PPO,
+            checkpoint=str(saved), redo=str(tmp_path / "w1" / "1" / "advantage"),
+        )  # fmt: skip
+        (metrics,) = run(spec)
+        assert_same_bits(tensors(folder / "0" / "saved", TENSORS + CRITIC), tensors(saved, TENSORS + CRITIC))
+        losses.append((metrics["actor/loss"], metrics["critic/vf_loss"]))
+    assert all(close(a, b) for found in losses[1:] for a, b in zip(found, losses[0], strict=True)), losses
+
+
+@pytest.mark.case("X01")
+def test_a_rank_without_samples_neither_hangs_the_others_nor_changes_the_gradient(
+    char_llama: Path, tmp_path: Path
+) -> None:
+    """Two samples, one pass: one rank makes it, the other one that counts for nothing."""
+    ids = Ragged.from_list([[3, 4, 5], [6, 7]], torch.int64)
+    batch = Batch(
+        {
+            "prompt_ids": Ragged.from_list([[3], [4, 5]], torch.int64),
+            "response_ids": ids,
+            "loss_mask": Ragged(torch.ones(5, dtype=torch.bool), ids.offsets),
+            "advantages": Ragged.from_list([[1.0, -0.5, 2.0], [0.5, -1.0]], torch.float32),
+            "rollout_log_probs": Ragged.from_list([[-1.0, -2.0, -3.0], [-1.5, -2.5]], torch.float32),
+        }
+    )
+    batch.save(tmp_path / "redo")
+    settings = {f"{ACTOR}.ppo_mini_batch_size": 4}
+    found: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        spec = Spec(
+            world=world, model=str(char_llama), folder=str(folder), steps=[1], settings=settings,
+            redo=str(tmp_path / "redo"),
+        )  # fmt: skip
+        found.append((run(spec)[0], tensors(folder / "1" / "saved", TENSORS)))
+    (expected, one), (metrics, two) = found
+    assert metrics["training/optimizer_steps"] == 1
+    assert {key: (metrics[key], value) for key, value in expected.items() if not close(metrics[key], value)} == {}
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_numbers_that_one_rank_refuses_skip_the_step_on_all(char_llama: Path, tmp_path: Path) -> None:
+    """The NaN is in one sample, so in one rank's pass: no rank hangs, and no weight moves."""
+    ids = Ragged.from_list([[3, 4]] * 4, torch.int64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, torch.nan, 1.0, -1.0, 0.5, 0.5])
+    batch = Batch(
+        {
+            "prompt_ids": ids,
+            "response_ids": ids,
+            "loss_mask": Ragged(torch.ones(8, dtype=torch.bool), ids.offsets),
+            "advantages": Ragged(advantages, ids.offsets),
+            "rollout_log_probs": Ragged(torch.full((8,), -1.0), ids.offsets),
+        }
+    )
+    batch.save(tmp_path / "redo")
+    settings = {f"{ACTOR}.ppo_mini_batch_size": 4}
+    spec = Spec(
+        world=2, model=str(char_llama), folder=str(tmp_path / "2"), steps=[1], settings=settings,
+        redo=str(tmp_path / "redo"),
+    )  # fmt: skip
+    (metrics,) = run(spec)
+    assert metrics["actor/skipped_updates"] == 1 and metrics["training/optimizer_steps"] == 0
+    assert_same_bits(*(tensors(tmp_path / "2" / step / "saved", TENSORS[:1]) for step in ("0", "1")))
