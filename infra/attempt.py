@@ -1,16 +1,16 @@
 """One process's try at a run: its lease, workers, folders and the protocol by which a stage becomes a fact.
 
-Invariant: a stage's output is written to a temporary folder, renamed into place, flushed, and then committed to the
-ledger in one transaction. A committed stage is never run again; an uncommitted one left nothing that counts. Flush and
-commit happen while the next stage runs (`commits`), save for a checkpoint: it counts by its name, so it is flushed
-before it has it, and committed before the run goes on.
+Invariant: a stage's output is written to a temporary folder, renamed into place by who has the lease, flushed, and then
+committed to the ledger in one transaction. A committed stage is never run again; an uncommitted one left nothing that
+counts, and that is deleted. Flush and commit happen while the next stage runs (`commits`), save for a checkpoint: it
+counts by its name, so it is flushed before it has it, and committed before the run goes on.
 """
 
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -52,6 +52,7 @@ from .recovery import learned_divisors, persistent
 from .roles import Roles
 from .run_config import latest_config, note_config
 from .tracking import Tracker
+from .uncommitted import clear_uncommitted
 
 TIMING_NAMES = {
     "rollout": "gen",
@@ -64,6 +65,8 @@ TIMING_NAMES = {
     "validate": "testing",
     "warm_start": "warm_start",
 }
+_Put = Callable[[Path, Path, AbstractContextManager[None]], None]
+"""`rename` or `publish`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class Attempt:
         return _reference(self.run_id, step, name, commit.path, content)
 
     def _produce(
-        self, stage: str, place: Path, work: Callable[[Path], StageOutput], put: Callable[[Path, Path], None]
+        self, stage: str, place: Path, work: Callable[[Path], StageOutput], put: _Put
     ) -> tuple[StageOutput, str]:
         temporary = place.with_name(f".{place.name}.{self.lease.attempt_id}.tmp")
         with storage_errors(place):
@@ -185,7 +188,7 @@ class Attempt:
             try:
                 output = persistent(self, stage, lambda: work(temporary), lambda: clear_folder(temporary))
                 content = folder_digest(temporary)
-                put(temporary, place)
+                put(temporary, place, self.commits.owned())
             finally:
                 if temporary.exists():
                     remove(temporary)
@@ -302,8 +305,8 @@ def open_attempt(
         _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
-        for place in (attempt.checkpoints, *attempt.folder.glob("stages/*")):
-            clear_leftovers(place)
+        clear_leftovers(attempt.checkpoints)
+        clear_uncommitted(ledger, lease)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt.tracker))
         end_orphans(run.run_id)

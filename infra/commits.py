@@ -6,20 +6,25 @@ later.
 
 Invariants: rows are committed in the order in which the stages were done, each after its files are on the disk, so what
 the ledger holds is always a prefix of the run. After a failure nothing is committed any more; it is raised, as what it
-was, where the next stage begins, where the ledger is asked, and before an attempt ends as if all were well. A crash
-loses the stages that wait, a few at the most: they have no row, and are done again.
+was, where the next stage begins or gets its name, where the ledger is asked, and before an attempt ends as if all were
+well. Only who has the lease puts a name into the run's folder: it is locked meanwhile. A crash or a failure loses the
+stages that wait, a few at the most: they have no row, their output is deleted, and they are done again.
 """
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from moonshift.core.errors import LedgerAwayError, MoonshiftError
+
 from .files import flush, flush_below, storage_errors
 from .ledger import Lease, Ledger, StageCommit, StageRecord
 from .recovery import note_divisors
+from .uncommitted import clear_uncommitted
 
 _MOST_WAITING = 10
 """Commits that may wait, about two steps': a ledger that is away holds up the run then."""
@@ -34,8 +39,8 @@ class StageLookup(Protocol):
 class Commits:
     """The commits of one attempt; used by the attempt's own thread only.
 
-    As a context manager it commits what waits before it is left, however that happens; it is entered by the attempt,
-    and left before its lease is given back.
+    As a context manager it commits what waits before it is left, however that happens, and deletes what could not be
+    committed; it is entered by the attempt, and left before its lease is given back.
     """
 
     def __init__(self, ledger: Ledger, lease: Lease) -> None:
@@ -59,6 +64,11 @@ class Commits:
                 self.settle()
         finally:
             self._thread.shutdown(wait=True)
+            failure = self._last.exception() if self._last is not None else None
+            # a ledger that is away has been waited for; the next attempt deletes what this one cannot
+            if failure is not None and not isinstance(failure, LedgerAwayError):
+                with suppress(MoonshiftError):  # the first error is the one to show
+                    clear_uncommitted(self.ledger, self._lease)
 
     def add(self, work: Callable[[], None]) -> None:
         """Have `work` done after all that was added before; not at all once one of those has failed.
@@ -80,14 +90,28 @@ class Commits:
         self._last = self._thread.submit(in_order)
         self._waiting.append(self._last)
 
+    def owned(self) -> AbstractContextManager[None]:
+        """Within, this attempt has the run's lease and keeps it.
+
+        Raises:
+            LeaseLostError: another attempt has it.
+            MoonshiftError: what a commit has failed with.
+        """
+        self.check()
+        return self.ledger.owned(self._lease)
+
     def add_stage(self, place: Path, commit: StageCommit, then: Callable[[], None]) -> None:
         """Have a stage whose output lies at `place` flushed and committed, then `then()` called. Raises as `add`."""
 
         def work() -> None:
-            with storage_errors(place):
-                flush_below(place)
-                for folder in place.parents[:3]:  # a run's first stages make the folders above them too
-                    flush(folder)
+            try:
+                with storage_errors(place):
+                    flush_below(place)
+                    for folder in place.parents[:3]:  # a run's first stages make the folders above them too
+                        flush(folder)
+            except FileNotFoundError:
+                with self.ledger.owned(self._lease):  # else who took the run over has deleted it: say that
+                    raise
             self.ledger.commit_stage(self._lease, commit)
             note_divisors(self.ledger, self._lease, commit.metrics)
             then()

@@ -1,5 +1,6 @@
 """Stages are committed behind the back of the next one: in order, each after its flush, and no failure is lost."""
 
+import errno
 import os
 import threading
 import time
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from moonshift.core.errors import CommitUnknownError, LeaseLostError, LedgerError, StorageError
+from moonshift.infra import snapshots
 from moonshift.infra.attempt import Attempt, StageOutput, _ending
 from moonshift.infra.commits import Commits
 from moonshift.infra.ledger import Lease, Ledger, NewRun, RunState, StageCommit
 from moonshift.infra.preflight import prepare
 from moonshift.infra.tracking import Tracker
+from moonshift.infra.uncommitted import clear_uncommitted
 
 from .test_attempt import SETTINGS, NoWorkers, Recorder
 
@@ -33,11 +36,7 @@ def lease(ledger: Ledger) -> Lease:
 
 @pytest.fixture
 def attempt(ledger: Ledger, lease: Lease, moonshift_home: Path) -> Attempt:
-    attempt = Attempt(prepare("", SETTINGS), ledger, lease, Recorder())
-    workers: Any = NoWorkers()
-    attempt.roles = workers
-    attempt.tracker = Tracker(ledger, lease, attempt.config, moonshift_home)
-    return attempt
+    return _with_lease(ledger, lease, moonshift_home)
 
 
 def stage_commit(step: int, name: str = "rollout", seconds: float = 1.0) -> StageCommit:
@@ -235,6 +234,7 @@ def test_the_ledger_is_asked_for_what_it_can_know_only(
 
 def _writes(text: str) -> Callable[[Path], StageOutput]:
     def work(out: Path) -> StageOutput:
+        out.mkdir(parents=True, exist_ok=True)
         (out / "data.txt").write_text(text)
         return StageOutput()
 
@@ -244,3 +244,149 @@ def _writes(text: str) -> Callable[[Path], StageOutput]:
 def _copies(source: str, out: Path) -> StageOutput:
     (out / "data.txt").write_text(Path(source, "data.txt").read_text())
     return StageOutput()
+
+
+@pytest.fixture
+def successor(ledger: Ledger, lease: Lease, moonshift_home: Path) -> Iterator[Callable[[], Attempt]]:
+    """Take the run over from an owner whose lease has run out, as another process would: by a ledger of its own."""
+    with Ledger.open(f"sqlite:///{moonshift_home / 'ledger.db'}") as own:
+
+        def taken() -> Attempt:
+            ledger.heartbeat(lease, -1)
+            clear_uncommitted(own, new := own.acquire("run-0001", lease_s=600))
+            return _with_lease(own, new, moonshift_home)
+
+        yield taken
+
+
+def _with_lease(ledger: Ledger, lease: Lease, home: Path) -> Attempt:
+    attempt = Attempt(prepare("", SETTINGS), ledger, lease, Recorder())
+    workers: Any = NoWorkers()
+    attempt.roles = workers
+    attempt.tracker = Tracker(ledger, lease, attempt.config, home)
+    return attempt
+
+
+def visible(attempt: Attempt) -> dict[str, str]:
+    """What the run's folder holds under the names of stages and checkpoints."""
+    places = [*attempt.folder.glob("stages/*/[!.]*"), *attempt.checkpoints.glob("[!.]*")]
+    return {place.relative_to(attempt.folder).as_posix(): (place / "data.txt").read_text() for place in places}
+
+
+@pytest.mark.parametrize("named", [None, "checkpoints/step-000001"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_attempt_that_was_overtaken_during_its_work_puts_nothing_into_the_run(
+    attempt: Attempt, successor: Callable[[], Attempt], named: str | None, ahead: bool
+) -> None:
+    place = attempt.folder / named if named else None
+    known: list[dict[str, str]] = []
+
+    def overtaken(out: Path) -> StageOutput:
+        other = successor()
+        if ahead:  # the successor has been there already
+            other.stage(1, "rollout", (), _writes("mine"), place)
+        other.commits.settle()
+        known.append(visible(other))
+        return _writes("late")(out)  # also where the successor has cleared it away
+
+    with pytest.raises(LeaseLostError), attempt.commits:
+        attempt.stage(1, "rollout", (), overtaken, place)
+    assert visible(attempt) == known[0] and list(known[0].values()) == ["mine"] * ahead
+    assert not list(attempt.folder.rglob("*.tmp"))
+
+
+def test_what_an_attempt_had_in_flight_when_it_was_overtaken_is_gone_and_never_comes_back(
+    attempt: Attempt, ledger: Ledger, successor: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(ledger, monkeypatch)
+    first = attempt.stage(1, "rollout", (), _writes("late"))
+    attempt.stage(1, "score", (first,), _writes("late"))
+    attempt.stage(1, "log_probs", (first,), _writes("late"))
+    assert gate.reached.wait(30) and len(visible(attempt)) == 3
+    other = successor()
+    assert visible(other) == {}, "the successor reads what nobody has committed"
+    other.stage(1, "rollout", (), _writes("mine"))
+    other.commits.settle()
+    with pytest.raises(LeaseLostError), attempt.commits:
+        gate.opened.set()
+        attempt.commits.settle()
+    other.stage(1, "score", (), _writes("mine"))  # named, not committed: the overtaken one lets it be
+    with pytest.raises(LeaseLostError):
+        clear_uncommitted(ledger, attempt.lease)
+    assert visible(other) == {f"stages/step-0001/{name}": "mine" for name in ("rollout", "score")}
+    assert [(record.name, record.attempt_id) for record in other.ledger.stages("run-0001")] == [
+        (name, other.lease.attempt_id) for name in ("rollout", "score")
+    ]
+
+
+def test_an_attempt_whose_files_its_successor_has_cleared_away_says_that_it_was_overtaken(
+    attempt: Attempt, successor: Callable[[], Attempt]
+) -> None:
+    gate = threading.Event()
+    attempt.commits.add(lambda: _wait(gate))
+    attempt.stage(1, "rollout", (), _writes("late"))
+    successor()
+    gate.set()
+    with pytest.raises(LeaseLostError, match="another attempt took over"):
+        attempt.commits.settle()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "state"),
+    [(errno.ENOSPC, StorageError, RunState.PAUSED), (errno.EIO, OSError, RunState.FAILED)],
+)
+@pytest.mark.parametrize("file", ["score/data.txt", "score", "step-0002"])
+def test_what_could_not_be_flushed_does_not_stay_and_the_run_goes_on_when_mended(  # noqa: PLR0913
+    attempt: Attempt, ledger: Ledger, moonshift_home: Path, monkeypatch: pytest.MonkeyPatch,
+    number: int, raised: type[OSError], state: RunState, file: str,
+) -> None:  # fmt: skip
+    flush = os.fsync
+
+    def refused(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(file) and Path(attempt.folder / "stages/step-0002/score").exists():
+            time.sleep(0.2)  # while two more stages are done
+            raise OSError(number, os.strerror(number), path)
+        flush(descriptor)
+
+    checkpoint = snapshots.folder_of(attempt.checkpoints, 1)
+    whole = {"stages/step-0001/rollout": "1", "stages/step-0002/rollout": "2", "checkpoints/step-000001": "c"}
+    with pytest.raises(raised), _ending(ledger, attempt.lease), attempt.commits:
+        attempt.stage(1, "rollout", (), _writes("1"))
+        attempt.stage(1, "checkpoint", (), _seals("c"), checkpoint)
+        attempt.stage(2, "rollout", (), _writes("2"))
+        attempt.commits.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refused)
+            for name in ("score", "log_probs", "advantage"):
+                attempt.stage(2, name, (), _writes(name))
+            attempt.stage(2, "checkpoint", (), _seals("never"), snapshots.folder_of(attempt.checkpoints, 2))
+    assert visible(attempt) == whole and ledger.run("run-0001").state is state
+    assert snapshots.verify(checkpoint).step == 1 and not list(attempt.folder.rglob(".*"))
+    again = _with_lease(ledger, ledger.acquire("run-0001", lease_s=600), moonshift_home)
+    with again.commits:
+        for name in ("rollout", "score", "log_probs"):
+            again.stage(2, name, (), _writes(name))
+    assert visible(again) == whole | {f"stages/step-0002/{name}": name for name in ("score", "log_probs")}
+
+
+def test_what_a_killed_attempt_left_without_a_row_is_deleted_and_nothing_else(
+    attempt: Attempt, ledger: Ledger, lease: Lease
+) -> None:
+    with attempt.commits:
+        attempt.stage(1, "rollout", (), _writes("1"))
+        attempt.stage(1, "checkpoint", (), _seals("c"), snapshots.folder_of(attempt.checkpoints, 1))
+    for name in ("stages/step-0001/score", "stages/step-0002/rollout-2", "checkpoints/step-000002"):
+        _writes("half")(attempt.folder / name)
+    assert sorted(clear_uncommitted(ledger, lease)) == ["stages/step-0001/score", "stages/step-0002/rollout-2"]
+    assert set(visible(attempt)) == {"stages/step-0001/rollout", "checkpoints/step-000001", "checkpoints/step-000002"}
+    assert clear_uncommitted(ledger, lease) == []
+
+
+def _seals(text: str) -> Callable[[Path], StageOutput]:
+    def work(out: Path) -> StageOutput:
+        _writes(text)(out)
+        snapshots.seal(out, step=1, identity="i")
+        return StageOutput()
+
+    return work
