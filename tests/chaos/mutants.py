@@ -138,7 +138,7 @@ MUTANTS = (
         file="infra/files.py",
         old="        with alone or nullcontext():",
         new="        with alone or nullcontext():\n            pass\n        if True:",
-        tests=(COMMITS,),
+        tests=(FILES,),
     ),
     Mutant(
         name="a row is committed before its files are on the disk",
