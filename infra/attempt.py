@@ -1,14 +1,16 @@
 """One process's try at a run: its lease, workers, folders and the protocol by which a stage becomes a fact.
 
-Invariant: a stage's output is written to a temporary folder, flushed, renamed into place, and then committed to the
-ledger in one transaction. A committed stage is never run again; an uncommitted one left nothing that counts.
+Invariant: a stage's output is written to a temporary folder, renamed into place by who has the lease, flushed, and then
+committed to the ledger in one transaction. A committed stage is never run again; an uncommitted one left nothing that
+counts, and that is deleted. Flush and commit happen while the next stage runs (`commits`), save for a checkpoint: it
+counts by its name, so it is flushed before it has it, and committed before the run goes on.
 """
 
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -24,21 +26,33 @@ from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
 from .cluster import cluster
+from .commits import Commits
 from .data_record import record_data
 from .draws import SELECT, Draws, Run
-from .files import clear_folder, clear_leftovers, discard, folder_digest, publish, remove, storage_errors
+from .files import (
+    clear_folder,
+    clear_leftovers,
+    discard,
+    folder_digest,
+    publish,
+    remove,
+    rename,
+    storage_errors,
+)
 from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
 from .kl_weight import kl_weight
 from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
 from .origin import origin_of, settle
+from .orphans import end_orphans, noted_processes
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .prompt_sets import sampler
-from .recovery import learned_divisors, note_divisors, persistent
+from .recovery import learned_divisors, persistent
 from .roles import Roles
 from .run_config import latest_config, note_config
 from .tracking import Tracker
+from .uncommitted import clear_uncommitted
 
 TIMING_NAMES = {
     "rollout": "gen",
@@ -51,6 +65,8 @@ TIMING_NAMES = {
     "validate": "testing",
     "warm_start": "warm_start",
 }
+_Put = Callable[[Path, Path, AbstractContextManager[None]], None]
+"""`rename` or `publish`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +94,9 @@ class Attempt:
         self.prepared = prepared
         self.config: Config = prepared.config
         self.plan = prepared.plan
-        self.ledger, self.lease, self.listener = ledger, lease, listener
+        self.lease, self.listener = lease, listener
+        self.commits = Commits(ledger, lease)
+        self.identity = identity_hash(self.config)
         self.folder = run_folder(lease.run_id)
         self.checkpoints = self.folder / "checkpoints"
         self.origin = origin_of(ledger, ledger.run(lease.run_id))
@@ -86,13 +104,19 @@ class Attempt:
         self.initial = self.origin.initial(self.folder) or prepared.model_folder
         self.version = self.origin.step
         run = Run(run_id=lease.run_id, folder=self.folder, origin=self.origin)
-        self.draws = Draws(ledger, run, self.config, sampler(self.config, prepared.train))
+        self.draws = Draws(self.commits, run, self.config, sampler(self.config, prepared.train))
         self.roles: Roles
         self.tracker: Tracker
 
     @property
     def run_id(self) -> str:
         return self.lease.run_id
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger, once all that this attempt has done so far is in it. Raises what a commit has failed with."""
+        self.commits.settle()
+        return self.commits.ledger
 
     def stage(
         self,
@@ -104,11 +128,15 @@ class Attempt:
     ) -> StageRef:
         """Run a stage once: return its committed output, or do `work` into a fresh folder, publish and commit it.
 
+        `place`: of a stage that counts by its name, a checkpoint.
+
         Raises:
             LedgerError: when the stage was committed from other inputs, or the lease is lost.
+            MoonshiftError: what the commit of an earlier stage has failed with.
         """
         digest = self._input_digest(step, name, inputs)
-        committed = self.ledger.stage(self.run_id, step, name)
+        self.commits.check()
+        committed = self.commits.stage(self.run_id, step, name)
         if committed is not None:
             if committed.input_digest != digest:
                 raise LedgerError(
@@ -118,36 +146,40 @@ class Attempt:
             return _reference(self.run_id, step, name, committed.path, committed.digest)
         preemption.check()
         with preemption.patient(self.config.recovery.grace_s):
-            return self._run(step, name, digest, work, place or self.folder / "stages" / f"step-{step:04d}" / name)
+            if place is None:
+                return self._run(step, name, digest, work)
+            self.commits.settle()
+            ref = self._run(step, name, digest, work, place)
+            self.commits.settle()
+            return ref
 
-    def _run(self, step: int, name: str, digest: str, work: Callable[[Path], StageOutput], place: Path) -> StageRef:
-        """Do a stage's work and commit it; `digest`: of its inputs."""
+    def _run(
+        self, step: int, name: str, digest: str, work: Callable[[Path], StageOutput], named: Path | None = None
+    ) -> StageRef:
+        """Do a stage's work and hand it over to be committed; `digest`: of its inputs."""
         self.listener.stage_started(step, name)
         started = time.perf_counter()
-        output, content = self._produce(name, place, work)
+        place = named or self.folder / "stages" / f"step-{step:04d}" / name
+        output, content = self._produce(name, place, work, publish if named else rename)
         seconds = time.perf_counter() - started
         base, dash, round_ = name.partition("-")
-        metrics = output.metrics | {f"timing_s/{TIMING_NAMES[base]}{dash}{round_}": seconds}
-        path = place.relative_to(self.folder).as_posix()
-        self.ledger.commit_stage(
-            self.lease,
-            StageCommit(
-                step=step,
-                name=name,
-                input_digest=digest,
-                path=path,
-                digest=content,
-                seconds=seconds,
-                metrics=metrics,
-                samples=output.samples,
-            ),
+        commit = StageCommit(
+            step=step,
+            name=name,
+            input_digest=digest,
+            path=place.relative_to(self.folder).as_posix(),
+            digest=content,
+            seconds=seconds,
+            metrics=output.metrics | {f"timing_s/{TIMING_NAMES[base]}{dash}{round_}": seconds},
+            samples=output.samples,
         )
-        note_divisors(self.ledger, self.lease, metrics)
-        self.tracker.notify()
-        self.listener.stage_ended(step, name, metrics)
-        return _reference(self.run_id, step, name, path, content)
+        self.commits.add_stage(place, commit, self.tracker.notify)
+        self.listener.stage_ended(step, name, commit.metrics)
+        return _reference(self.run_id, step, name, commit.path, content)
 
-    def _produce(self, stage: str, place: Path, work: Callable[[Path], StageOutput]) -> tuple[StageOutput, str]:
+    def _produce(
+        self, stage: str, place: Path, work: Callable[[Path], StageOutput], put: _Put
+    ) -> tuple[StageOutput, str]:
         temporary = place.with_name(f".{place.name}.{self.lease.attempt_id}.tmp")
         with storage_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -156,14 +188,14 @@ class Attempt:
             try:
                 output = persistent(self, stage, lambda: work(temporary), lambda: clear_folder(temporary))
                 content = folder_digest(temporary)
-                publish(temporary, place)
+                put(temporary, place, self.commits.owned())
             finally:
                 if temporary.exists():
                     remove(temporary)
         return output, content
 
     def _input_digest(self, step: int, name: str, inputs: tuple[StageRef, ...]) -> str:
-        parts = [identity_hash(self.config), str(step), name, *(ref.digest for ref in inputs)]
+        parts = [self.identity, str(step), name, *(ref.digest for ref in inputs)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def path(self, ref: StageRef) -> str:
@@ -175,7 +207,7 @@ class Attempt:
         self.roles = Roles(self.config, self.plan, self._note)
 
     def _note(self, kind: str, detail: dict[str, Any]) -> None:
-        self.ledger.event(self.run_id, kind, detail, self.lease.attempt_id)
+        self.commits.ledger.event(self.run_id, kind, detail, self.lease.attempt_id)
 
     def restore(self) -> None:
         """Load the newest checkpoint that verifies, or the initial policy, and tell where the run begins."""
@@ -188,7 +220,7 @@ class Attempt:
         folder = None
         if newest is not None:
             place, manifest = newest
-            if manifest.identity != identity_hash(self.config):
+            if manifest.identity != self.identity:
                 raise ConfigError(f"{place} was made by another config than this run's; start a new run.")
             folder = str(place)
         elif self.origin.step:
@@ -230,7 +262,7 @@ class Attempt:
 
     def kl_coef(self, step: int) -> float | None:
         """Weight of the KL in the reward of `step`; None where there is none."""
-        return kl_weight(self.ledger, self.run_id, self.config, self.origin, step)
+        return kl_weight(self.commits, self.run_id, self.config, self.origin, step)
 
     def sampler_state(self, step: int) -> str:
         """Position in the data after `step`, as JSON."""
@@ -273,13 +305,16 @@ def open_attempt(
         _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
-        for place in (attempt.checkpoints, *attempt.folder.glob("stages/*")):
-            clear_leftovers(place)
+        clear_leftovers(attempt.checkpoints)
+        clear_uncommitted(ledger, lease)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
         stack.enter_context(_tracking(attempt.tracker))
+        end_orphans(run.run_id)
+        stack.enter_context(noted_processes(run.run_id))
         stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
         attempt.start_workers()
         stack.callback(lambda: attempt.roles.stop())  # those of the end, not of the start
+        stack.enter_context(attempt.commits)
         yield attempt
 
 

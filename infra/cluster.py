@@ -20,8 +20,8 @@ from .home import home
 def cluster(start_timeout_s: float) -> Iterator[None]:
     """Connect to Ray, and disconnect (or stop the local cluster) at the end.
 
-    A local cluster listens on loopback only, has no dashboard, and its processes are tied to this one by the kernel, so
-    that a SIGKILL leaves none behind.
+    A local cluster listens on loopback only, has no dashboard, and its head is tied to this process by the kernel, so
+    that a SIGKILL ends it too; for what is stuck below the head see `orphans`.
 
     Raises:
         ServiceError: when the cluster cannot be reached or started.

@@ -18,7 +18,7 @@ from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.rewards.graded import REWARD_ERROR
 from moonshift.core.types import StageRef
 
-from .ledger import Ledger
+from .commits import StageLookup
 from .origin import CARRIED as CARRIED_FOLDER
 from .origin import Origin
 
@@ -47,7 +47,7 @@ class Run:
 class Draws:
     """The prompts of each generation of a run."""
 
-    def __init__(self, ledger: Ledger, run: Run, config: Config, sampler: PromptSampler) -> None:
+    def __init__(self, ledger: StageLookup, run: Run, config: Config, sampler: PromptSampler) -> None:
         self._ledger, self._run_id, self._folder, self._origin = ledger, run.run_id, run.folder, run.origin
         self._settings = config.algorithm.filter_groups
         self._num_prompts = config.data.train_batch_size

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from moonshift.core.errors import MoonshiftError, StorageError
@@ -96,22 +96,46 @@ def write_text(path: Path, text: str) -> None:
         flush(path.parent)
 
 
-def publish(temporary: Path, place: Path) -> None:
-    """Rename a folder into its place once all its bytes are on the disk; what lay there uncommitted goes first."""
+def publish(temporary: Path, place: Path, alone: AbstractContextManager[None] | None = None) -> None:
+    """`rename` a folder into its place once all its bytes are on the disk; the name is flushed too."""
     with storage_errors(place):
-        for path in [*files_below(temporary), *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
-            flush(path)
-        if place.exists():
-            remove(place)
-        temporary.rename(place)
+        flush_below(temporary)
+        rename(temporary, place, alone)
         flush(place.parent)
+
+
+def rename(temporary: Path, place: Path, alone: AbstractContextManager[None] | None = None) -> None:
+    """Rename a folder into its place, where it can be read but may not outlive the machine before it is flushed.
+
+    What lay there uncommitted goes first. `alone`: entered while names change, and left as soon as they have.
+    """
+    with storage_errors(place):
+        doomed = None
+        with alone or nullcontext():
+            if place.exists():
+                doomed = put_aside(place)
+            temporary.rename(place)
+        if doomed is not None:
+            shutil.rmtree(doomed)
+
+
+def flush_below(folder: Path) -> None:
+    """Wait until all that is in a folder, and its names, are on the disk; the folder's own name is its parent's."""
+    with storage_errors(folder):
+        for path in [*files_below(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+            flush(path)
 
 
 def remove(folder: Path) -> None:
     """Delete a folder; it leaves its name at once, so that a half-deleted one is never taken for a whole one."""
+    shutil.rmtree(put_aside(folder))
+
+
+def put_aside(folder: Path) -> Path:
+    """Rename what is to be deleted to what `clear_leftovers` deletes; returns where it lies now."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.deleted")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def link_folder(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:

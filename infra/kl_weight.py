@@ -3,14 +3,14 @@
 from moonshift.core.algorithms import AdaptiveKlController
 from moonshift.core.config.schema import Config
 
-from .ledger import LedgerReader
+from .commits import StageLookup
 from .origin import Origin
 
 WEIGHT = "actor/reward_kl_penalty_coeff"
 KL = "actor/reward_kl_penalty"
 
 
-def kl_weight(ledger: LedgerReader, run_id: str, config: Config, origin: Origin, step: int) -> float | None:
+def kl_weight(ledger: StageLookup, run_id: str, config: Config, origin: Origin, step: int) -> float | None:
     """Weight of the KL in the reward of `step`; None where there is none.
 
     The adaptive controller's value is kept in the ledger alone: it follows from the weight and the KL that the step

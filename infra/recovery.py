@@ -53,7 +53,7 @@ def persistent(
 def deadline(attempt: "Attempt", stage: str) -> float:
     """Seconds: `recovery.stage_patience` times what the stage has taken at the most in this run, within bounds."""
     recovery = attempt.config.recovery
-    longest_s = attempt.ledger.longest_stage_s(attempt.run_id, stage)
+    longest_s = attempt.commits.longest_s(stage)
     if longest_s is None:
         return recovery.stage_timeout_s
     return min(recovery.stage_timeout_s, max(recovery.stage_patience_s, recovery.stage_patience * longest_s))

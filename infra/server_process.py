@@ -28,12 +28,18 @@ def find_process(pid: int, create_time: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         # a corrected clock moves the start time of all processes a little
-        return process if abs(process.create_time() - create_time) < 1.0 and _lives(process) else None
+        return process if abs(process.create_time() - create_time) < 1.0 and lives(process) else None
     except (psutil.Error, ValueError):
         return None
 
 
-def _lives(process: psutil.Process) -> bool:
+def kill_processes(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """SIGKILL to all; those that still live after so long."""
+    _signal(processes, signal.SIGKILL)
+    return _wait(processes, seconds)
+
+
+def lives(process: psutil.Process) -> bool:
     """False for a zombie too; it is reaped if it is a child of ours."""
     try:
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -69,10 +75,10 @@ def end_processes(processes: Sequence[psutil.Process], leader: int | None) -> No
 def _wait(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Those that still live after so long. psutil's own wait holds a stranger's zombie for a living process."""
     end = time.monotonic() + seconds
-    living = [process for process in processes if _lives(process)]
+    living = [process for process in processes if lives(process)]
     while living and time.monotonic() < end:
         time.sleep(_POLL_S)
-        living = [process for process in living if _lives(process)]
+        living = [process for process in living if lives(process)]
     return living
 
 

@@ -28,6 +28,8 @@ BASE_STEP_TAG = "moonshift.base_step"
 LONGEST_PARAMETER = 6000  # characters; MLflow cuts longer ones without a word
 LONGEST_NAME = 250  # characters of a metric
 POLL_S = 1.0
+GATHER_S = 1.0
+"""A new point waits so long for others, to be sent together."""
 STATUS = {RunState.COMPLETED: "FINISHED", RunState.FAILED: "FAILED", RunState.RUNNING: "RUNNING"}
 
 
@@ -166,7 +168,10 @@ class Tracker:
 
         delay = POLL_S
         while True:
-            self._wake.wait(delay)
+            if self.error is None:
+                self._wake.wait(delay)
+            # new points are no reason to ask a server sooner that does not answer
+            self._closing.wait(GATHER_S if self.error is None else delay)
             self._wake.clear()
             closing = self._closing.is_set()
             try:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moonshift.core.config import identity_hash, to_yaml
+from moonshift.core.config import to_yaml
 from moonshift.core.types import StageRef
 from moonshift.infra import snapshots
 from moonshift.infra.attempt import Attempt, StageOutput
@@ -20,7 +20,7 @@ def checkpoint(attempt: Attempt, step: int) -> StageRef:
         attempt.roles.model.save(str(out))
         (out / "config.yaml").write_text(to_yaml(attempt.config), encoding="utf-8")
         (out / "sampler.json").write_text(attempt.sampler_state(step), encoding="utf-8")
-        manifest = snapshots.seal(out, step=step, identity=identity_hash(attempt.config))
+        manifest = snapshots.seal(out, step=step, identity=attempt.identity)
         return StageOutput(metrics={"checkpoint/bytes": float(manifest.bytes)})
 
     ref = attempt.stage(step, "checkpoint", (), work, place)

@@ -13,7 +13,7 @@ from .policies import stage_task
 @stage_task("update")
 def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
     """Apply the step's redo log to the weights: once, or again where a restored checkpoint lacks it."""
-    committed = attempt.ledger.stage(attempt.run_id, step, "update")
+    committed = attempt.commits.stage(attempt.run_id, step, "update")
     if committed is not None and attempt.version < step:
         metrics = persistent(attempt, "update", lambda: attempt.roles.model.update(attempt.path(advantages), step))
         attempt.version = step
@@ -32,6 +32,5 @@ def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
         return StageOutput(metrics=metrics | {"training/global_step": float(step)})
 
     ref = attempt.stage(step, "update", (advantages,), work)
-    if attempt.ledger.last_step(attempt.run_id) < step:  # also after a crash between the two commits
-        attempt.ledger.commit_step(attempt.lease, step, step)
+    attempt.commits.add_step(step)
     return ref

@@ -92,6 +92,12 @@ class LedgerReader:
         with self._read() as session:
             return [_stage_record(row) for row in session.scalars(query.order_by(StageRow.step, StageRow.committed_at))]
 
+    def last_stage_step(self, run_id: str) -> int:
+        """The last step of which any stage is committed; -1 where none is."""
+        with self._read() as session:
+            last = session.scalar(select(func.max(StageRow.step)).where(StageRow.run_id == run_id))
+            return -1 if last is None else last
+
     def longest_stage_s(self, run_id: str, name: str) -> float | None:
         """Seconds that the slowest of a run's committed stages of this name took; None where there is none."""
         query = select(func.max(StageRow.seconds)).where(StageRow.run_id == run_id, StageRow.name == name)

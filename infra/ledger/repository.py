@@ -6,7 +6,8 @@ transaction, so a stage is either committed with its metrics and samples by the 
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -176,6 +177,16 @@ class Ledger(LedgerReader):
             checked_lease(session, lease).expires_at = time.time() + lease_s
 
         self._transactions.once(work)
+
+    @contextmanager
+    def owned(self, lease: Lease) -> Iterator[None]:
+        """Within, the run is this lease's and nobody can take it over: its row is locked.
+
+        Keep it short: every other writer of a SQLite ledger waits, and a server's lock ends with the connection. Raises
+        LeaseLostError for a lost lease.
+        """
+        with self._transactions.holding(lambda session: checked_lease(session, lease)):
+            yield
 
     def release(self, lease: Lease, state: RunState, error: str | None = None) -> None:
         """End the attempt and give the run back; attempt and run get `state`.

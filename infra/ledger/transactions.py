@@ -112,6 +112,23 @@ class Transactions:
                 raise CommitUnknownError(in_doubt(self.engine, f"now: {error}")) from error
             raise
 
+    @contextmanager
+    def holding(self, lock: Callable[[Session], object]) -> Iterator[None]:
+        """Within, what `lock` has locked stays so; nothing is written. `lock` is tried again after a passing fault.
+
+        Raises what `lock` does, or as `once`.
+        """
+
+        def begin(session: Session) -> None:
+            session.rollback()
+            self._connect(session)
+            with ledger_errors(self.engine):
+                lock(session)
+
+        with Session(self.engine) as session:
+            self._retrying(LedgerAwayError)(begin, session)
+            yield
+
     def _connect(self, session: Session) -> None:
         if self._closed.is_set():
             raise LedgerError(f"ledger {where(self.engine)} was closed. Open it again.")

@@ -70,10 +70,12 @@ def differences(home: Home, reference: Home) -> list[str]:
 
 
 def unsound(home: Home) -> list[str]:
-    """What must never be there, finished or not: a broken database, a half-written file."""
+    """What must never be there, ended in order or not: a broken database, a half-written file, output without a row."""
     checked = home.rows("pragma integrity_check")
     faults = [] if checked in ([], [("ok",)]) else [f"ledger: {checked}"]
     left = [path for path in (home.folder / "runs").rglob("*") if path.suffix in (".tmp", ".part", ".deleted")]
+    committed = {home.folder / "runs" / run / path for run, path in home.rows("select run_id, path from stages")}
+    left += [path for path in (home.folder / "runs").glob("*/stages/*/*") if path not in {*committed, *left}]
     return faults + [f"left behind: {path.relative_to(home.folder)}" for path in sorted(left)]
 
 

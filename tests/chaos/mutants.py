@@ -29,21 +29,22 @@ class Mutant:
 
 FILES, ATTEMPT, SNAPSHOTS = "tests/infra/test_files.py", "tests/infra/test_attempt.py", "tests/infra/test_snapshots.py"
 LEDGER, TRACKING = ("tests/infra/test_ledger.py", "-m", "not slow"), ("tests/infra/test_sync.py",)
+COMMITS, ORPHANS = "tests/infra/test_commits.py", "tests/infra/test_orphans.py"
 VERIFICATION, MEMORY = "tests/infra/test_verification.py", "tests/core/test_memory.py"
 
 MUTANTS = (
     Mutant(
         name="a folder gets its name before its bytes are on the disk",
         file="infra/files.py",
-        old="            flush(path)\n        if place.exists():\n",
-        new="            pass\n        if place.exists():\n",
+        old="        flush_below(temporary)\n        rename(temporary, place, alone)\n",
+        new="        rename(temporary, place, alone)\n",
         tests=(FILES,),
     ),
     Mutant(
         name="a new name is not flushed",
         file="infra/files.py",
-        old="        temporary.rename(place)\n        flush(place.parent)",
-        new="        temporary.rename(place)",
+        old="        rename(temporary, place, alone)\n        flush(place.parent)",
+        new="        rename(temporary, place, alone)",
         tests=(FILES,),
     ),
     Mutant(
@@ -105,8 +106,8 @@ MUTANTS = (
     Mutant(
         name="a committed stage runs again",
         file="infra/attempt.py",
-        old="        committed = self.ledger.stage(self.run_id, step, name)\n        if committed is not None:",
-        new="        committed = self.ledger.stage(self.run_id, step, name)\n        if committed is None:",
+        old="        committed = self.commits.stage(self.run_id, step, name)\n        if committed is not None:",
+        new="        committed = self.commits.stage(self.run_id, step, name)\n        if committed is None:",
         tests=(ATTEMPT,),
     ),
     Mutant(
@@ -119,9 +120,81 @@ MUTANTS = (
     Mutant(
         name="the row says another output than the folder holds",
         file="infra/attempt.py",
-        old="                content = folder_digest(temporary)\n                publish(temporary, place)",
-        new="                publish(temporary, place)\n                content = folder_digest(place.parent)",
+        old="                content = folder_digest(temporary)\n"
+        "                put(temporary, place, self.commits.owned())",
+        new="                put(temporary, place, self.commits.owned())\n"
+        "                content = folder_digest(place.parent)",
         tests=(ATTEMPT,),
+    ),
+    Mutant(
+        name="who has lost the lease still gives output a name",
+        file="infra/attempt.py",
+        old="                put(temporary, place, self.commits.owned())",
+        new="                put(temporary, place, suppress())",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="a name that changes is not locked for the lease's owner",
+        file="infra/files.py",
+        old="        with alone or nullcontext():",
+        new="        with alone or nullcontext():\n            pass\n        if True:",
+        tests=(FILES,),
+    ),
+    Mutant(
+        name="a row is committed before its files are on the disk",
+        file="infra/commits.py",
+        old="                    flush_below(place)\n",
+        new="",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="stages are committed after one that failed",
+        file="infra/commits.py",
+        old="                before.result()\n",
+        new="                before.exception()\n",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="a run ends before its last stage is committed",
+        file="infra/commits.py",
+        old="            if error is None:\n                self.settle()\n",
+        new="            pass\n",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="what could not be committed stays",
+        file="infra/commits.py",
+        old="                    clear_uncommitted(self.ledger, self._lease)\n",
+        new="                    pass\n",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="an attempt that was overtaken deletes what its successor wrote",
+        file="infra/uncommitted.py",
+        old="    with ledger.owned(lease):",
+        new="    if True:",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="an attempt deletes what is committed",
+        file="infra/uncommitted.py",
+        old="            if path not in committed:",
+        new="            if True:",
+        tests=(COMMITS,),
+    ),
+    Mutant(
+        name="processes of a driver that lives are ended",
+        file="infra/orphans.py",
+        old=" or _found(lines[0]) is not None:",
+        new=":",
+        tests=(ORPHANS,),
+    ),
+    Mutant(
+        name="a process that was given an old number is ended",
+        file="infra/server_process.py",
+        old="abs(process.create_time() - create_time) < 1.0 and lives(process)",
+        new="lives(process)",
+        tests=(ORPHANS,),
     ),
     Mutant(
         name="half-written output stays after an error",

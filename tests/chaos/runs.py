@@ -41,7 +41,7 @@ SMALL = (
 ATTEMPT_S = 400.0
 """An attempt that takes longer hangs."""
 QUIET_S = 120.0
-"""Ray's agents notice only after a while that their node is gone."""
+"""Ray's agents notice only after a minute that their head is gone, unless the next attempt ends them."""
 RESUMES = 3
 """An undisturbed attempt should do; more are tried so that a run which needs two is told from one that never ends."""
 
@@ -208,7 +208,7 @@ class Attempt:
                 self.process.wait()
                 return None
             self.look()
-            time.sleep(0.5)
+            time.sleep(0.2)
         return self.process.returncode
 
     def end_survivors(self, patience_s: float) -> list[str]:

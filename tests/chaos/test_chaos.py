@@ -189,6 +189,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "checkpoint files": flipped,
     "MLflow": edited("delete from metrics where key = 'actor/pg_loss' and step = 1", "mlflow.db"),
     "left behind": left_behind,
+    "left behind: runs/quickstart-0001/stages": edited("update stages set path = 'elsewhere' where step = 2"),
 }
 
 

@@ -1,15 +1,29 @@
 """A run that is killed, preempted or out of disk space goes on to the weights of the run that was not."""
 
 import signal
+import sqlite3
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from .conftest import resume_and_compare, rows, start, still_running, train, wait_for_stage
+from moonshift.infra.files import files_below, sha256_file
+
+from .conftest import (
+    command,
+    environment_of,
+    resume_and_compare,
+    rows,
+    start,
+    still_running,
+    train,
+    wait_for_stage,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +38,50 @@ def test_a_killed_run_resumes_to_the_same_weights_and_metrics(
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert still_running(below, 120) == [], "processes outlived their driver"
     resume_and_compare(home, server_home, unbroken)
+    assert still_running(below, 1) == [], "processes outlived their driver and the next attempt"
+
+
+def test_a_run_that_was_stopped_and_overtaken_changes_nothing_when_it_wakes(
+    unbroken: tuple[Path, Any], server_home: dict[str, str], tmp_path: Path
+) -> None:
+    """As a machine that was suspended: its lease runs out, another attempt ends the run, and then it goes on."""
+    home = tmp_path / "home"
+    lease = "recovery.lease_s=15"
+    stopped = start(home, server_home, lease)
+    wait_for_stage(home, "step-0003/rollout", stopped)
+    stop_between_transactions(home, stopped)
+    time.sleep(16)
+    resume_and_compare(home, server_home, unbroken, lease)
+    ended = rows(home, "select * from stages order by step, name"), digests(home)
+    stopped.send_signal(signal.SIGCONT)
+    _, shown = stopped.communicate(timeout=120)
+    assert stopped.returncode == 1 and "lost its lease" in shown and "Traceback" not in shown, shown
+    assert (rows(home, "select * from stages order by step, name"), digests(home)) == ended
+    assert rows(home, "select state from runs") == [("COMPLETED",)]
+    verified = subprocess.run(
+        command("verify", "quickstart-0001"), env=environment_of(home, server_home), capture_output=True, text=True
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def stop_between_transactions(home: Path, process: "subprocess.Popen[str]") -> None:
+    """SIGSTOP; where that leaves the ledger locked, another one a moment later."""
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        try:
+            with closing(sqlite3.connect(home / "ledger.db", timeout=0)) as connection:
+                connection.execute("begin immediate")
+                return
+        except sqlite3.OperationalError:
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+
+
+def digests(home: Path) -> dict[str, str]:
+    """Of all that the run's folder holds, whatever its name."""
+    return {path.relative_to(home).as_posix(): sha256_file(path) for path in files_below(home / "runs")}
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -148,16 +148,21 @@ def test_nothing_is_committed_before_its_files_have_their_name(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input"):
-        patch.setattr("moonshift.infra.attempt.publish", refused)
+        patch.setattr("moonshift.infra.attempt.rename", refused)
         attempt.stage(1, "rollout", (), writes("x"))
     assert ledger.stages(attempt.run_id) == []
     attempt.stage(1, "rollout", (), writes("y"))
 
 
-def test_files_without_a_row_are_made_anew(attempt: Attempt, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_a_row_are_made_anew(
+    attempt: Attempt, ledger: Ledger, moonshift_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ledger, "commit_stage", _killed)
         attempt.stage(1, "rollout", (), writes("old"))
+        attempt.commits.settle()
+    ledger.release(attempt.lease, _paused())
+    attempt = made(ledger, moonshift_home, attempt.run_id)
     ref = attempt.stage(1, "rollout", (), writes("new"))
     assert Path(attempt.path(ref), "data.txt").read_text() == "new"
     assert folder_digest(Path(attempt.path(ref))) == ref.digest
@@ -184,6 +189,7 @@ def test_a_zombie_cannot_commit(attempt: Attempt, ledger: Ledger, moonshift_home
     successor = made(ledger, moonshift_home, attempt.run_id)
     with pytest.raises(LedgerError, match="lost its lease"):
         attempt.stage(1, "rollout", (), writes("zombie"))
+        attempt.commits.settle()
     assert ledger.stages(attempt.run_id) == []
     ref = successor.stage(1, "rollout", (), writes("mine"))
     assert Path(successor.path(ref), "data.txt").read_text() == "mine"
@@ -235,7 +241,7 @@ def test_workers_that_are_lost_on_their_way_back_still_reach_the_version_they_ha
 def test_a_learned_memory_budget_is_kept_for_the_next_attempt(attempt: Attempt, ledger: Ledger) -> None:
     attempt.stage(1, "update", (), writes("x", metrics={"perf/memory_divisor/actor": 4.0}))
     attempt.stage(2, "update", (), writes("x", metrics={"perf/memory_divisor/actor": 2.0}))
-    assert learned_divisors(ledger, attempt.run_id) == {"actor": 4}
+    assert learned_divisors(attempt.ledger, attempt.run_id) == {"actor": 4}
 
 
 def test_redo_logs_go_only_when_every_kept_checkpoint_covers_them(attempt: Attempt) -> None:

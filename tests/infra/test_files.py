@@ -1,6 +1,8 @@
 """Files that appear whole or not at all: what is flushed, in which order, and what a crash leaves behind."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,25 @@ def test_what_lay_there_uncommitted_makes_way(tmp_path: Path) -> None:
     publish(again, tmp_path / "place")
     assert (tmp_path / "place" / "state.json").read_text() == "[1]"
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_names_change_while_they_are_held_and_bytes_are_flushed_and_deleted_before_and_after(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    publish(half_made(tmp_path), tmp_path / "place")
+    calls.clear()
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        calls.append(("held", ""))
+        yield
+        assert list(tmp_path.glob(".*.deleted")), "deleting takes long: not while others wait"
+        calls.append(("left", ""))
+
+    publish(half_made(tmp_path), tmp_path / "place", alone())
+    held, left = calls.index(("held", "")), calls.index(("left", ""))
+    assert [kind for kind, _ in calls[held:left]] == ["held", "rename", "rename"]
+    assert {kind for kind, _ in calls[:held] + calls[left + 1 :]} == {"fsync"}
 
 
 def test_a_text_is_replaced_in_one_rename_and_flushed_before(tmp_path: Path, calls: list[tuple[str, str]]) -> None:

@@ -49,6 +49,31 @@ def test_of_two_that_want_a_run_at_once_one_gets_it(ledger: Ledger) -> None:
     assert [attempt.state for attempt in ledger.attempts(run_id)] == [AttemptState.RUNNING]
 
 
+def test_nobody_takes_a_run_over_while_its_owner_holds_it_and_an_old_owner_cannot_hold_it(
+    ledger_url: str, ledger: Ledger
+) -> None:
+    run_id = ledger.create_run(new_run()).run_id
+    old = ledger.acquire(run_id, lease_s=60)
+    taken: list[float] = []
+
+    def take_over() -> None:
+        with Ledger.open(ledger_url) as other:
+            other.acquire(run_id, lease_s=60)
+            taken.append(time.monotonic())
+
+    ledger.heartbeat(old, -1)
+    thread = Thread(target=take_over)
+    with ledger.owned(old):
+        thread.start()
+        time.sleep(0.5)
+        left = time.monotonic()
+        assert not taken
+    thread.join(30)
+    assert taken[0] > left
+    with pytest.raises(LeaseLostError, match="another attempt took over"), ledger.owned(old):
+        raise AssertionError("an old owner got in")
+
+
 def test_a_run_is_taken_over_from_a_killed_process_and_the_zombie_is_fenced(ledger_url: str, ledger: Ledger) -> None:
     run_id = ledger.create_run(new_run()).run_id
     process = started(OWNER, ledger_url, run_id)
