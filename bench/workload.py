@@ -158,7 +158,7 @@ def mean(steps: list[dict[str, float]]) -> dict[str, float]:
 def model_folder(name: str, work: Path) -> Path:
     """The folder of a model of this shape with random bfloat16 weights and a tokenizer; written once, below `work`.
 
-    The tokenizer has one word an id, `w0 w1 …`, as many as the model has rows, so that every id can be drawn and a
+    The tokenizer has one word an id, `w3 w4 …`, as many as the model has rows, so that every id can be drawn and a
     text of 256 words has exactly 256 tokens for every system.
     """
     from tokenizers import Tokenizer, pre_tokenizers
@@ -170,10 +170,12 @@ def model_folder(name: str, work: Path) -> Path:
         return folder
     draft = work / f"model-{name}.{os.getpid()}"
     draft.mkdir(parents=True)
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(shape.vocab)}, unk_token="w0"))
+    special = ["<unk>", "<eos>", "<pad>"]  # no part of another word: they are found inside of words too
+    vocabulary = special + [f"w{index}" for index in range(len(special), shape.vocab)]
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=special[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
-    tokenizer.save_pretrained(draft)
+    names = dict(zip(("unk_token", "eos_token", "pad_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(draft)
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -189,8 +191,10 @@ def model_folder(name: str, work: Path) -> Path:
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config)
     assert model.num_parameters() == shape.parameters, (model.num_parameters(), shape.parameters)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.config.dtype = torch.bfloat16
     model.save_pretrained(draft)
     del model
     if torch.cuda.is_available():
