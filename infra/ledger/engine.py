@@ -37,6 +37,7 @@ _MIGRATE_LOCK_S = 120.0
 _POSTGRES_MIGRATE_KEY = 0x4D4F4F4E
 _POSTGRES_NUMBER_KEY = 0x4D4F4F4F
 _FORMS = "Write sqlite:///folder/ledger.db or postgresql+psycopg://user@host/database."
+_LEAST_IDLE_S = 5.0
 _CONNECT_TIMEOUT_S = 10
 # A server whose host vanished answers nothing: without these a query waits for it for hours. Seconds, then a count.
 _KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
@@ -160,13 +161,17 @@ def _connect_arguments(url: URL) -> dict[str, int]:
 
 
 def _listen_postgres(engine: Engine, busy_timeout_s: float) -> None:
-    milliseconds = max(1, int(busy_timeout_s * 1000))  # 0 would mean without end
+    # a client that works between two statements of a transaction is not lost, however short it waits for locks
+    seconds = {
+        "lock_timeout": busy_timeout_s,
+        "idle_in_transaction_session_timeout": max(busy_timeout_s, _LEAST_IDLE_S),
+    }
 
     @event.listens_for(engine, "connect")
     def set_up(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
         cursor = connection.cursor()
-        for setting in ("lock_timeout", "idle_in_transaction_session_timeout"):
-            cursor.execute(f"SET {setting} = {milliseconds}")
+        for setting, value in seconds.items():
+            cursor.execute(f"SET {setting} = {max(1, int(value * 1000))}")  # 0 would mean without end
         cursor.close()
         connection.commit()  # else the first roll-back takes them back
 

@@ -112,10 +112,12 @@ def test_a_second_attempt_repeats_only_the_stage_that_failed(
 
             before = (attempt.stage(1, name, before, work),)
 
-    with pytest.raises(StageError, match="once"):
+    with pytest.raises(StageError, match="once"), attempt.commits:
         step_of(attempt)
     ledger.release(attempt.lease, RunState.FAILED)
-    step_of(made(ledger, moonshift_home, attempt.run_id))
+    again = made(ledger, moonshift_home, attempt.run_id)
+    with again.commits:
+        step_of(again)
     assert done == {"rollout": 1, "score": 1, "advantage": 1, "update": 2}
     by = {record.name: record.attempt_id for record in ledger.stages(attempt.run_id)}
     first, second = ledger.attempts(attempt.run_id)
