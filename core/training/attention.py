@@ -8,6 +8,7 @@ key, value, scale and window. Soft caps and attention sinks are refused: ignorin
 """
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
