@@ -123,7 +123,9 @@ def _variable_length(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs a build for CUDA
 
-    known = signature(varlen_attn).parameters  # torch 2.11 groups heads without being asked
+    grouped: dict[str, Any] = {"enable_gqa": queries.shape[1] != keys.shape[1]}
+    if "enable_gqa" not in signature(varlen_attn).parameters:  # torch 2.11 groups heads without being asked
+        grouped = {}
     if spans.keys is not None:
         keys, values = keys.index_select(0, spans.keys), values.index_select(0, spans.keys)
     out = varlen_attn(
@@ -136,7 +138,7 @@ def _variable_length(
         spans.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": queries.shape[1] != keys.shape[1]} if "enable_gqa" in known else {}),
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out
