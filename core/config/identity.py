@@ -17,6 +17,7 @@ PLACEMENT = (
     "run.id",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.use_liger",
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
     "actor_rollout_ref.actor.megatron.*",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",

@@ -102,6 +102,10 @@ class ModelSection(Section):
     enable_gradient_checkpointing: bool = Field(
         False, description="keep each layer's input alone and compute the rest again for the gradient: less memory"
     )
+    use_liger: bool = Field(
+        False,
+        description="Liger's fused kernels for norms, rotary embedding and feed-forward of the trained models (GPU)",
+    )
 
 
 class OptimSection(Section):

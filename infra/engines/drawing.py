@@ -56,7 +56,7 @@ def _first_above(ends: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
     """Per row `[R, 1]`: the first place whose end exceeds the target, or, by rounding, the last place with weight."""
     place = torch.searchsorted(ends, targets, right=True)
     places = torch.arange(ends.shape[1], device=ends.device)
-    last = torch.where(weights > 0, places, 0).amax(dim=-1, keepdim=True)
+    last = (places * (weights > 0)).amax(dim=-1, keepdim=True)  # `where` with a number makes the host wait for a GPU
     return torch.minimum(place, last)
 
 
@@ -64,10 +64,10 @@ def truncate(probabilities: torch.Tensor, params: SamplingParams) -> torch.Tenso
     """Set to 0 what top-k and top-p leave out; not renormalised."""
     if params.top_k > 0 and params.top_k < probabilities.shape[1]:
         smallest = probabilities.topk(params.top_k, dim=-1).values[:, -1:]
-        probabilities = torch.where(probabilities >= smallest, probabilities, 0.0)
+        probabilities = probabilities * (probabilities >= smallest)
     if params.top_p < 1.0:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
         kept = before < params.top_p * ordered.sum(dim=-1, keepdim=True)
-        probabilities = torch.zeros_like(probabilities).scatter(1, order, torch.where(kept, ordered, 0.0))
+        probabilities = torch.zeros_like(probabilities).scatter(1, order, ordered * kept)
     return probabilities

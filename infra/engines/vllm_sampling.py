@@ -31,10 +31,12 @@ class DrawState:
         """`[samples, max_new_tokens + 1]` float32 on the engine's device; the last column is scratch: a sample that
         ended may be drawn once more before the scheduler knows"""
         self._uniforms: np.ndarray | None = None
+        self._zero = torch.zeros(())
 
     def begin(self, params: SamplingParams, seeds: list[int], device: torch.device) -> None:
         self.params = params
         self.log_probs = torch.full((len(seeds), params.max_new_tokens + 1), torch.nan, device=device)
+        self._zero = torch.zeros((), device=device)
         self._uniforms = None
         if params.temperature > 0 and seeds:
             self._uniforms = np.stack([uniforms(seed, params.max_new_tokens + 1) for seed in seeds])
@@ -63,7 +65,8 @@ class DrawState:
             ids, values = draw(known, None if randoms is None else randoms[start : start + size], self.params)
             self.log_probs[part[1], part[2]] = values
             logits[chosen] = -torch.inf
-            logits[part[0], ids] = 0.0
+            # a number would be copied from the host, and the host would wait for all that the device has to do
+            logits.index_put_((part[0], ids), self._zero)
         return logits
 
 

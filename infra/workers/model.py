@@ -31,6 +31,7 @@ from moonshift.core.training.correction import needs_old_log_probs
 from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.fingerprint import weights_sha256
+from moonshift.core.training.fused import use_liger
 from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
@@ -190,7 +191,10 @@ class ModelWorker:
 
     def _load_model(self, folder: Path) -> PreTrainedModel:
         remote = self.config.actor_rollout_ref.model.trust_remote_code
-        return load_model(folder, device=self.device, trust_remote_code=remote)
+        model = load_model(folder, device=self.device, trust_remote_code=remote)
+        if self.config.actor_rollout_ref.model.use_liger:
+            use_liger(model, self.device)
+        return model
 
     def _spread(self, model: Module, recompute: bool) -> Module:
         """Make a model ready for its passes: in shards over the ranks, or whole where this is the only one."""
