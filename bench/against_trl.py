@@ -32,9 +32,9 @@ def measured(module: str, options: list[str], folder: Path) -> dict[str, Any]:
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """What is kept of one bench: the means, the limits, how it was set and how it started."""
-    means = {name: round(found["mean"][name], 4) for name in KEPT if name in found["mean"]}
+    means = {name: float(f"{found['mean'][name]:.6g}") for name in KEPT if name in found["mean"]}
     mismatch = {key: value for key, value in found["mean"].items() if key.startswith("training/rollout")}
-    limit = {name: round(value, 4) for name, value in found.get("limits", {}).items()}
+    limit = {name: float(f"{value:.6g}") for name, value in found.get("limits", {}).items()}
     rest = {key: found[key] for key in ("engine", "settings", "start", "versions")}
     return means | mismatch | rest | ({"limits": limit} if limit else {}) | {"steps": len(found["steps"])}
 

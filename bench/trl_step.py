@@ -144,6 +144,7 @@ def main(
     for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
         os.environ.setdefault(name, value)  # read at the import of the libraries below
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+    import pyarrow
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -171,7 +172,8 @@ def main(
         model=str(folder),
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": texts}),
+        # with a fingerprint of ours: some versions of pyarrow and dill cannot compute one together
+        train_dataset=Dataset(pyarrow.table({"prompt": texts}), fingerprint=f"bench-{shape}"),  # pyright: ignore[reportArgumentType]
         processing_class=AutoTokenizer.from_pretrained(folder),
         callbacks=[step_timer(clock, rows)],
     )
