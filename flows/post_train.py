@@ -10,7 +10,7 @@ from moonshift.infra.report import finish
 from moonshift.tasks.advantage import advantage
 from moonshift.tasks.checkpoint import checkpoint
 from moonshift.tasks.log_probs import log_probs
-from moonshift.tasks.policies import skipped_if_owned
+from moonshift.tasks.policies import once_a_local_date, skipped_if_owned
 from moonshift.tasks.refill import refilled
 from moonshift.tasks.rollout import rollout
 from moonshift.tasks.score import score
@@ -22,9 +22,14 @@ from .display import open_display
 
 
 @flow(name="post-train", flow_run_name="post-train {config}", persist_result=False, validate_parameters=True)
+@once_a_local_date
 @skipped_if_owned
 def post_train(
-    config: str, overrides: list[str] | None = None, resume: bool = False, display: str = "plain"
+    config: str,
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    display: str = "plain",
+    again: bool = False,
 ) -> dict[str, Any]:
     """Train a model by reinforcement from a config file; returns the run's summary.
 
@@ -33,6 +38,7 @@ def post_train(
         overrides: `key=value` pairs put over the file.
         resume: go on with the newest unfinished run of this name.
         display: live | plain | none.
+        again: of a deployment with a schedule, run by hand although its local date has had its run.
     """
     with (
         open_display(display) as listener,

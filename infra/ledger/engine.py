@@ -11,6 +11,7 @@ process that was stopped in its middle.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
@@ -18,8 +19,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from moonshift.core.errors import LedgerError, StorageError
@@ -108,6 +111,12 @@ def migrate(engine: Engine) -> None:
 def lock_run_numbers(connection: Connection) -> None:
     """Let one transaction at a time give out run numbers; on SQLite every writer is alone anyway."""
     _lock_postgres(connection, _POSTGRES_NUMBER_KEY)
+
+
+def insert_new(session: Session, model: type[LedgerModel]) -> Any:
+    """An INSERT that leaves a row of the same key as it is; waits for another transaction that is making it."""
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    return dialect.insert(model).on_conflict_do_nothing()
 
 
 def _shown(url: str) -> str:

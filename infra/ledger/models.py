@@ -167,3 +167,16 @@ class EventRow(LedgerModel):
     at: Mapped[float] = mapped_column(Double)
     kind: Mapped[str] = mapped_column(String(64))
     detail: Mapped[dict[str, Any]] = mapped_column(_JSON)
+
+
+class NightRow(LedgerModel):
+    """Which flow run has a local date of a deployment; the key makes a second one impossible."""
+
+    __tablename__ = "nights"
+
+    deployment: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """flow and deployment, as in `post-train/nightly`: its id does not outlive the Prefect server's database"""
+    local_date: Mapped[str] = mapped_column(String(10), primary_key=True)
+    """YYYY-MM-DD in the schedule's time zone"""
+    flow_run_id: Mapped[str] = mapped_column(String(128))
+    claimed_at: Mapped[float] = mapped_column(Double)

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from moonshift.core.errors import LedgerError
 
-from .engine import lock_run_numbers, migrate, open_engine
+from .engine import insert_new, lock_run_numbers, migrate, open_engine
 from .faults import where
 from .leases import AttemptEnd, AttemptStart, checked_lease, end_attempt, locked_lease, take_lease
 from .models import (
@@ -24,6 +24,7 @@ from .models import (
     CheckpointRow,
     EventRow,
     LeaseRow,
+    NightRow,
     OutboxRow,
     RunRow,
     SampleIndexRow,
@@ -309,6 +310,25 @@ class Ledger(LedgerReader):
                 session.execute(update(OutboxRow).where(OutboxRow.id.in_(chunk)).values(sent=True))
 
         self._transactions.settle(work, never_found)
+
+    def claim_night(self, deployment: str, local_date: str, flow_run_id: str) -> str:
+        """Give a deployment's local date to a flow run unless another one has it; returns the id of the one that has.
+
+        Claiming twice for one flow run changes nothing.
+        """
+        row = {
+            "deployment": deployment,
+            "local_date": local_date,
+            "flow_run_id": flow_run_id,
+            "claimed_at": time.time(),
+        }
+
+        def work(session: Session) -> None:
+            session.execute(insert_new(session, NightRow).values(row))
+
+        self._transactions.settle(work, never_found)
+        with self._read() as session:
+            return session.get_one(NightRow, (deployment, local_date)).flow_run_id
 
     def _set_state(self, session: Session, run_id: str, state: RunState) -> None:
         row = self._run_row(session, run_id)
