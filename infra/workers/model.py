@@ -31,9 +31,12 @@ from moonshift.core.training.correction import needs_old_log_probs
 from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.fingerprint import weights_sha256
+from moonshift.core.training.flops import peak_flops, utilisation
 from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
+from moonshift.core.training.micro_batches import sample_lengths
+from moonshift.core.training.mini_batch_trainer import MiniBatchTrainer
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
 from moonshift.core.training.parallel import gathered_state, recompute_blocks, shard
 from moonshift.core.training.ranks import Ranks
@@ -316,14 +319,28 @@ class ModelWorker:
                 f"{self.train_engine.version}. Start again with --resume."
             )
         batch = Batch.load(Path(redo))
-        metrics = self.critic.update(batch, step) if self.critic is not None else {}
+        metrics = {"perf/total_num_tokens": float(sample_lengths(batch).sum())}
+        if self.critic is not None:
+            metrics |= self._train(self.critic, batch, step)
         if step > self.plan.critic_warmup:
-            metrics |= self.train_engine.update(batch, step)
+            metrics |= self._train(self.train_engine, batch, step)
         self.train_engine.version = step
         metrics["training/optimizer_steps"] = float(self.train_engine.optimizer_steps)
         if self.device.type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+    def _train(self, engine: MiniBatchTrainer, batch: Batch, step: int) -> dict[str, float]:
+        """An engine's update, and which share of the devices' peak it reached, where that peak is known."""
+        started = time.perf_counter()
+        metrics = engine.update(batch, step)
+        if self.device.type != "cuda":
+            return metrics
+        torch.cuda.synchronize()  # the last optimizer step is still under way
+        seconds = time.perf_counter() - started
+        dtype = getattr(torch, self.config.actor_rollout_ref.actor.fsdp_config.dtype)
+        peak = peak_flops(torch.cuda.get_device_name(), dtype)
+        return metrics | (utilisation(metrics, engine.kind, seconds, peak * self.plan.world) if peak else {})
 
     def save(self, out: str) -> None:
         """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
