@@ -48,6 +48,7 @@ from ..engines import build_engine
 from ..home import stacks_folder
 from ..rewards import Finished, RewardStream
 from . import stacks
+from .memory_log import MemoryLog, log_memory
 from .process_group import Address, Seat, alone, join, open_store
 
 Tensors = dict[str, torch.Tensor]
@@ -96,6 +97,7 @@ class ModelWorker:
         trainer = self.config.trainer
         cuda = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
+        self.memory = MemoryLog(self.device)
         if trainer.num_threads:
             torch.set_num_threads(trainer.num_threads)
         elif plan.world > 1 and not cuda:
@@ -143,6 +145,7 @@ class ModelWorker:
         `critic`: folder of the model under a fresh value head, where one is needed. `divisors`: how far passes were
         cut smaller before, by kind, when the memory ran out.
         """
+        self.memory.begin("load")
         folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
         remote = self.config.actor_rollout_ref.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
@@ -171,6 +174,7 @@ class ModelWorker:
         self._seed()
         if checkpoint:
             self._restore(Path(checkpoint))
+        self.memory.loaded()
         return self.train_engine.version
 
     def _engine(self, folder: Path) -> RolloutEngine:
@@ -189,6 +193,7 @@ class ModelWorker:
                 torch.cuda.empty_cache()  # what the engine takes back must be free outside PyTorch's cache too
             self.rollout_engine.wake()
             self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
+        self.memory.at("after_weight_sync")
         return time.perf_counter() - started
 
     def _load_model(self, folder: Path) -> PreTrainedModel:
@@ -225,6 +230,7 @@ class ModelWorker:
         self.tokenizer.save_pretrained(Path(out) / "model")
         return metrics
 
+    @log_memory("rollout")
     def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
         """Generate, and write a batch of ids, log-probs and texts to `out`; each response is sent to `stream` when it
         is whole.
@@ -241,6 +247,7 @@ class ModelWorker:
         batch = self._generate(order.part(mine or range(1)), stream if mine else None, mine.start * count)
         seconds = time.perf_counter() - started
         self.rollout_engine.sleep()
+        self.memory.at("after_sleep")
         if not self.ranks.alone:
             batch = batch.reorder(torch.arange(len(mine) * count)).all_gather(self.ranks.group)
         if self.rank:
@@ -280,6 +287,7 @@ class ModelWorker:
             stream.flush()
         return batch
 
+    @log_memory("log_prob")
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
 
@@ -313,6 +321,10 @@ class ModelWorker:
 
     def update(self, redo: str, step: int) -> dict[str, float]:
         """Apply the redo log of `step` to the weights of version `step - 1`; the next rollout serves them."""
+        return self._update(redo, step) | self.memory.step()
+
+    @log_memory("update")
+    def _update(self, redo: str, step: int) -> dict[str, float]:
         if self.train_engine.version != step - 1:
             raise CheckpointError(
                 f"Step {step} can be applied to policy version {step - 1} only; the worker holds version "
@@ -326,8 +338,6 @@ class ModelWorker:
             metrics |= self._train(self.train_engine, batch, step)
         self.train_engine.version = step
         metrics["training/optimizer_steps"] = float(self.train_engine.optimizer_steps)
-        if self.device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 
     def _train(self, engine: MiniBatchTrainer, batch: Batch, step: int) -> dict[str, float]:
@@ -342,12 +352,14 @@ class ModelWorker:
         peak = peak_flops(torch.cuda.get_device_name(), dtype)
         return metrics | (utilisation(metrics, engine.kind, seconds, peak * self.plan.world) if peak else {})
 
-    def save(self, out: str) -> None:
+    @log_memory("save")
+    def save(self, out: str) -> dict[str, float]:
         """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
         actor = gathered_state(self.policy), self.train_engine.optimizer_state()
         critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
         if self.rank == 0:
             once_more("checkpoint", lambda: self._save(Path(out), actor, critic))
+        return {}
 
     def _save(self, folder: Path, actor: tuple[Tensors, Tensors], critic: tuple[Tensors, Tensors] | None) -> None:
         """Of each model the weights and the optimizer's state, whole."""
