@@ -79,9 +79,9 @@ class ModelHandle:
         """Apply a step's redo log to the weights."""
         return self._call("update", redo, step)
 
-    def save(self, out: str) -> None:
+    def save(self, out: str) -> dict[str, float]:
         """Write weights and all training state to `out`."""
-        self._call("save", out)
+        return self._call("save", out)
 
     def weights_sha256(self) -> str:
         """Hash of the weights."""
@@ -98,7 +98,7 @@ class ModelHandle:
             return told[0]
         largest: dict[str, float] = {}
         for key, value in (pair for each in told for pair in each.items()):
-            if key.startswith((DIVISOR, "perf/max_memory")):
+            if key.startswith((DIVISOR, "perf/max_memory", "memory/")):
                 largest[key] = max(value, largest.get(key, value))
         return told[0] | largest
 

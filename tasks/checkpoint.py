@@ -17,11 +17,11 @@ def checkpoint(attempt: Attempt, step: int) -> StageRef:
     place = snapshots.folder_of(attempt.checkpoints, step)
 
     def work(out: Path) -> StageOutput:
-        attempt.roles.model.save(str(out))
+        memory = attempt.roles.model.save(str(out))
         (out / "config.yaml").write_text(to_yaml(attempt.config), encoding="utf-8")
         (out / "sampler.json").write_text(attempt.sampler_state(step), encoding="utf-8")
         manifest = snapshots.seal(out, step=step, identity=attempt.identity)
-        return StageOutput(metrics={"checkpoint/bytes": float(manifest.bytes)})
+        return StageOutput(metrics=memory | {"checkpoint/bytes": float(manifest.bytes)})
 
     ref = attempt.stage(step, "checkpoint", (), work, place)
     if not any(record.step == step for record in attempt.ledger.checkpoints(attempt.run_id)):

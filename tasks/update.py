@@ -1,6 +1,7 @@
 """Stage `update`: the optimizer steps of a training step; afterwards the rollout engine serves the new weights."""
 
 import json
+import time
 from pathlib import Path
 
 from moonshift.core.types import StageRef
@@ -8,6 +9,9 @@ from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.recovery import persistent
 
 from .policies import stage_task
+
+MEASURED = ("perf/", "timing_s/", "memory/")
+"""Metrics that the clock or the device decides: they are no part of a stage's output, which is the same bit for bit."""
 
 
 @stage_task("update")
@@ -26,11 +30,21 @@ def update(attempt: Attempt, step: int, advantages: StageRef) -> StageRef:
             )
 
     def work(out: Path) -> StageOutput:
+        started = time.perf_counter()
         metrics = attempt.roles.model.update(attempt.path(advantages), step)
         attempt.version = step
-        (out / "metrics.json").write_text(json.dumps(metrics, sort_keys=True), encoding="utf-8")
-        return StageOutput(metrics=metrics | {"training/global_step": float(step)})
+        computed = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
+        (out / "metrics.json").write_text(json.dumps(computed, sort_keys=True), encoding="utf-8")
+        speed = _speed(attempt, step, metrics["perf/total_num_tokens"], time.perf_counter() - started)
+        return StageOutput(metrics=metrics | speed | {"training/global_step": float(step)})
 
     ref = attempt.stage(step, "update", (advantages,), work)
     attempt.commits.add_step(step)
     return ref
+
+
+def _speed(attempt: Attempt, step: int, num_tokens: float, update_s: float) -> dict[str, float]:
+    """Seconds of the step's stages up to the update, and tokens a second and process; verl's names."""
+    before = attempt.ledger.stages(attempt.run_id, step)
+    seconds = update_s + sum(stage.seconds for stage in before)
+    return {"perf/time_per_step": seconds, "perf/throughput": num_tokens / (seconds * attempt.plan.world)}

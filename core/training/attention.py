@@ -38,6 +38,8 @@ class Spans:
     """`[S + 1]` int32, the same in `keys`"""
     keys: Tensor | None
     """`[M]` int64, packed positions of the keys of all runs; None: those of the queries themselves"""
+    runs: tuple[tuple[int, int], ...]
+    """how many queries and keys each run has, on the host"""
     longest_query: int
     longest_keys: int
     _padded: "_Padded | None" = field(default=None)

@@ -16,6 +16,7 @@ from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..errors import ModelError
 from ..plan import BatchPlan
+from .flops import ModelFlops
 from .layout import TokenLayout, lay_out
 from .log_probs import hidden_states
 from .memory import MemoryLimit
@@ -85,6 +86,7 @@ class CriticEngine(MiniBatchTrainer):
         critic = config.critic
         super().__init__(model, plan.critic, critic.optim, grad_clip=critic.grad_clip, steps=plan.steps)
         self.critic = model
+        self.flops = ModelFlops.of(model, model.body.config, model.head)
         self.settings = critic
         self.max_response_length = config.data.max_response_length
         self.forward_limit = MemoryLimit(
@@ -129,4 +131,4 @@ class CriticEngine(MiniBatchTrainer):
         )
         loss.backward()
         metrics = {key: float(numerator) / mini_batch.num_tokens for key, (numerator, _) in found.metrics.items()}
-        return metrics | {"critic/vf_loss": float(loss.detach())}
+        return metrics | {"critic/vf_loss": float(loss.detach())} | self._work(layout)

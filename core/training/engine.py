@@ -16,6 +16,7 @@ from ..batch import Batch, Ragged
 from ..config.schema import Config
 from ..plan import BatchPlan
 from .correction import MEASURE_ONLY, bypass_rule, corrections_of_all
+from .flops import ModelFlops
 from .layout import TokenLayout, lay_out
 from .log_probs import TokenScorer
 from .measures import mismatch
@@ -38,6 +39,7 @@ class TorchTrainEngine(MiniBatchTrainer):
         self.config = config
         self.plan = plan
         self.policy = scorer
+        self.flops = ModelFlops.of(scorer.model, scorer.model.config, scorer.model.get_output_embeddings())
         self.vocab_limit = vocab_limit
         self.drop_last = actor.drop_last
         self.forward_limit = MemoryLimit(
@@ -142,7 +144,7 @@ class TorchTrainEngine(MiniBatchTrainer):
             loss = loss + actor.kl_loss_coef * terms["actor/kl_loss"]
         loss.backward()
         terms["actor/loss"] = loss
-        metrics = {key: float(value.detach()) for key, value in terms.items()}
+        metrics = {key: float(value.detach()) for key, value in terms.items()} | self._work(layout)
         for key, (numerator, _) in policy.metrics.items():
             metrics[key] = float(numerator) / mini_batch.num_tokens
         if on_policy and entropy is not None:

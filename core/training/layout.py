@@ -105,6 +105,7 @@ class _Packer:
             query_starts=_starts(queries).to(device),
             key_starts=_starts(keys).to(device),
             keys=places.to(device) if is_shared else None,
+            runs=tuple(zip(queries, keys, strict=True)),
             longest_query=max(queries),
             longest_keys=max(keys),
         )

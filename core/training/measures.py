@@ -29,7 +29,6 @@ def length_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
         **spread("prompt_length", prompts.lengths),
         "response_length/clip_ratio": clipped,
         "response_length/total": float(responses.lengths.sum()),
-        "perf/total_num_tokens": float(responses.lengths.sum() + prompts.lengths.sum()),
     }
 
 

@@ -18,6 +18,7 @@ from ..batch import Batch, Ragged
 from ..config.schema import OptimSection
 from ..errors import ModelError, NonFiniteError
 from ..plan import TrainPlan
+from .flops import ModelFlops
 from .layout import TokenLayout
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
@@ -48,7 +49,7 @@ class _Totals:
         for key, value in metrics.items():
             self.values.setdefault(key, []).append(value)
 
-    def reduced(self, summed: tuple[str, ...]) -> dict[str, float]:
+    def reduced(self, summed: list[str]) -> dict[str, float]:
         """Means, but sums of the counters named."""
         means = {key: sum(values) / len(values) for key, values in self.values.items()}
         return means | {key: sum(self.values.get(key, [])) for key in summed}
@@ -74,6 +75,8 @@ class MiniBatchTrainer:
         self.version = 0
         self.fused = self.device.type == "cuda"
         """AdamW as one kernel over all parameters"""
+        self.flops: ModelFlops | None = None
+        """for the metrics alone; a subclass that has it adds `perf/tflop/<kind>` to its micro-batches'"""
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
@@ -105,7 +108,8 @@ class MiniBatchTrainer:
         for mini_batch in self._mini_batches(batch, step):
             totals.add(self._optimizer_step(batch, mini_batch, step))
         self.version = step
-        counters = (f"{self.kind}/skipped_updates", f"{self.kind}/empty_batches")
+        counters = [f"{self.kind}/skipped_updates", f"{self.kind}/empty_batches"]
+        counters += [f"perf/{work}/{self.kind}" for work in ("tflop", "tflop_unshared") if self.flops is not None]
         return totals.reduced(counters) | {
             f"{self.kind}/lr": rate,
             "training/dropped_samples": float(self._left_out(batch)),
@@ -159,7 +163,13 @@ class MiniBatchTrainer:
 
         self.optimizer.zero_grad(set_to_none=True)
         longest = int(sample_lengths(batch)[mini_batch.rows].max())
-        return self.limit.run(work, longest, lambda: self.optimizer.zero_grad(set_to_none=True))
+        metrics = self.limit.run(work, longest, lambda: self.optimizer.zero_grad(set_to_none=True))
+        if self.flops is not None:
+            prompts, responses = (
+                batch.ragged(name).lengths[mini_batch.rows] for name in ("prompt_ids", "response_ids")
+            )
+            metrics[f"perf/tflop_unshared/{self.kind}"] = self.flops.of_samples(prompts, responses) / 1e12
+        return metrics
 
     def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
         """What is computed once over the whole mini-batch, before its first micro-batch."""
@@ -169,6 +179,8 @@ class MiniBatchTrainer:
         metrics: dict[str, float] = {}
         for one in self.ranks.share(micro_batches(batch, mini_batch.rows, size, tokens)):
             found = self._pass(batch if one.counts else _blank(batch), one.rows, mini_batch)
+            if not one.counts:
+                continue
             for key, value in found.items():
                 metrics[key] = metrics.get(key, 0.0) + value
         return self.ranks.sum(metrics)
@@ -182,6 +194,10 @@ class MiniBatchTrainer:
                 raise
             self.probe.give_up()
             return {}
+
+    def _work(self, layout: TokenLayout) -> dict[str, float]:
+        """What a micro-batch costs in 10^12 FLOP, as a metric that adds up."""
+        return {} if self.flops is None else {f"perf/tflop/{self.kind}": self.flops.of_layout(layout) / 1e12}
 
     def _backward(self, batch: Batch, rows: Tensor, mini_batch: MiniBatch) -> dict[str, float]:
         """Loss and gradient of one micro-batch, as its share of the mini-batch."""

@@ -31,10 +31,13 @@ from moonshift.core.training.correction import needs_old_log_probs
 from moonshift.core.training.critic import CriticEngine, load_critic
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.training.fingerprint import weights_sha256
+from moonshift.core.training.flops import peak_flops, utilisation
 from moonshift.core.training.fused import use_liger
 from moonshift.core.training.log_probs import TokenScorer
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
+from moonshift.core.training.micro_batches import sample_lengths
+from moonshift.core.training.mini_batch_trainer import MiniBatchTrainer
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
 from moonshift.core.training.parallel import gathered_state, recompute_blocks, shard
 from moonshift.core.training.ranks import Ranks
@@ -46,6 +49,7 @@ from ..engines import build_engine
 from ..home import stacks_folder
 from ..rewards import Finished, RewardStream
 from . import stacks
+from .memory_log import MemoryLog, log_memory
 from .process_group import Address, Seat, alone, join, open_store
 
 Tensors = dict[str, torch.Tensor]
@@ -94,6 +98,7 @@ class ModelWorker:
         trainer = self.config.trainer
         cuda = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if cuda else "cpu")
+        self.memory = MemoryLog(self.device)
         if trainer.num_threads:
             torch.set_num_threads(trainer.num_threads)
         elif plan.world > 1 and not cuda:
@@ -141,6 +146,7 @@ class ModelWorker:
         `critic`: folder of the model under a fresh value head, where one is needed. `divisors`: how far passes were
         cut smaller before, by kind, when the memory ran out.
         """
+        self.memory.begin("load")
         folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
         remote = self.config.actor_rollout_ref.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
@@ -169,6 +175,7 @@ class ModelWorker:
         self._seed()
         if checkpoint:
             self._restore(Path(checkpoint))
+        self.memory.loaded()
         return self.train_engine.version
 
     def _engine(self, folder: Path) -> RolloutEngine:
@@ -187,6 +194,7 @@ class ModelWorker:
                 torch.cuda.empty_cache()  # what the engine takes back must be free outside PyTorch's cache too
             self.rollout_engine.wake()
             self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
+        self.memory.at("after_weight_sync")
         return time.perf_counter() - started
 
     def _load_model(self, folder: Path) -> PreTrainedModel:
@@ -226,6 +234,7 @@ class ModelWorker:
         self.tokenizer.save_pretrained(Path(out) / "model")
         return metrics
 
+    @log_memory("rollout")
     def rollout(self, order: RolloutOrder, out: str, stream: RewardStream | None = None) -> dict[str, float]:
         """Generate, and write a batch of ids, log-probs and texts to `out`; each response is sent to `stream` when it
         is whole.
@@ -242,6 +251,7 @@ class ModelWorker:
         batch = self._generate(order.part(mine or range(1)), stream if mine else None, mine.start * count)
         seconds = time.perf_counter() - started
         self.rollout_engine.sleep()
+        self.memory.at("after_sleep")
         if not self.ranks.alone:
             batch = batch.reorder(torch.arange(len(mine) * count)).all_gather(self.ranks.group)
         if self.rank:
@@ -281,6 +291,7 @@ class ModelWorker:
             stream.flush()
         return batch
 
+    @log_memory("log_prob")
     def log_probs(self, rollouts: str, out: str) -> dict[str, float]:
         """Log-probs of the sampled tokens under the policy, and under the reference where one is needed.
 
@@ -314,27 +325,45 @@ class ModelWorker:
 
     def update(self, redo: str, step: int) -> dict[str, float]:
         """Apply the redo log of `step` to the weights of version `step - 1`; the next rollout serves them."""
+        return self._update(redo, step) | self.memory.step()
+
+    @log_memory("update")
+    def _update(self, redo: str, step: int) -> dict[str, float]:
         if self.train_engine.version != step - 1:
             raise CheckpointError(
                 f"Step {step} can be applied to policy version {step - 1} only; the worker holds version "
                 f"{self.train_engine.version}. Start again with --resume."
             )
         batch = Batch.load(Path(redo))
-        metrics = self.critic.update(batch, step) if self.critic is not None else {}
+        metrics = {"perf/total_num_tokens": float(sample_lengths(batch).sum())}
+        if self.critic is not None:
+            metrics |= self._train(self.critic, batch, step)
         if step > self.plan.critic_warmup:
-            metrics |= self.train_engine.update(batch, step)
+            metrics |= self._train(self.train_engine, batch, step)
         self.train_engine.version = step
         metrics["training/optimizer_steps"] = float(self.train_engine.optimizer_steps)
-        if self.device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 
-    def save(self, out: str) -> None:
+    def _train(self, engine: MiniBatchTrainer, batch: Batch, step: int) -> dict[str, float]:
+        """An engine's update, and which share of the devices' peak it reached, where that peak is known."""
+        started = time.perf_counter()
+        metrics = engine.update(batch, step)
+        if self.device.type != "cuda":
+            return metrics
+        torch.cuda.synchronize()  # the last optimizer step is still under way
+        seconds = time.perf_counter() - started
+        dtype = getattr(torch, self.config.actor_rollout_ref.actor.fsdp_config.dtype)
+        peak = peak_flops(torch.cuda.get_device_name(), dtype)
+        return metrics | (utilisation(metrics, engine.kind, seconds, peak * self.plan.world) if peak else {})
+
+    @log_memory("save")
+    def save(self, out: str) -> dict[str, float]:
         """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
         actor = gathered_state(self.policy), self.train_engine.optimizer_state()
         critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
         if self.rank == 0:
             once_more("checkpoint", lambda: self._save(Path(out), actor, critic))
+        return {}
 
     def _save(self, folder: Path, actor: tuple[Tensors, Tensors], critic: tuple[Tensors, Tensors] | None) -> None:
         """Of each model the weights and the optimizer's state, whole."""

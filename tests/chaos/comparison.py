@@ -38,7 +38,7 @@ class Home:
         return (self.rows("select count(*) from stages") or [(0,)])[0][0]
 
 
-BY_THE_CLOCK = " and ".join(f"key not like '{prefix}/%'" for prefix in ("timing_s", "rollout", "perf"))
+BY_THE_CLOCK = " and ".join(f"key not like '{prefix}/%'" for prefix in ("timing_s", "rollout", "perf", "memory"))
 LEDGER = {
     "runs": "select id, state from runs",
     "steps": "select step, state, policy_version from steps order by step",

@@ -19,7 +19,7 @@ from ..chaos.runs import QUICKSTART, is_running, overrides
 SMALL = overrides(5)
 
 
-MEASURED_BY_THE_CLOCK = "key like 'timing_s/%' or key like 'rollout/%' or key like 'perf/%'"
+MEASURED_BY_THE_CLOCK = "key like 'timing_s/%' or key like 'rollout/%' or key like 'perf/%' or key like 'memory/%'"
 
 
 @pytest.fixture(scope="session")

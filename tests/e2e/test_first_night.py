@@ -64,7 +64,15 @@ def test_mlflow_holds_config_metrics_and_artifacts_of_one_run(unbroken: tuple[Pa
     for key, steps in (("critic/score/mean", [1, 2, 3, 4, 5]), ("val/score/mean", [0, 3, 5])):
         history = client.get_metric_history(run.info.run_id, key)
         assert sorted(point.step for point in history) == steps
-    for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "response_length/mean", "timing_s/gen"):
+    for key in (
+        "actor/pg_loss",
+        "actor/kl_loss",
+        "actor/entropy",
+        "response_length/mean",
+        "timing_s/gen",
+        "perf/throughput",
+        "perf/time_per_step",
+    ):
         assert key in run.data.metrics
     names = {item.path for item in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "reward.png", "checkpoints"} <= names

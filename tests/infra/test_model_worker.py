@@ -89,6 +89,36 @@ def test_the_ids_and_log_probs_of_an_update_are_those_sampled(char_llama: Path, 
     )  # fmt: skip
 
 
+def test_every_step_of_a_worker_has_the_same_places(char_llama: Path, tmp_path: Path) -> None:
+    """Whatever came between: a second load, as after a crash, a checkpoint, a validation."""
+    made = worker(char_llama, config())
+    keys: list[set[str]] = []
+    for step in (1, 2):
+        folder = tmp_path / str(step)
+        stages = Stages(rollout=str(folder / "r"), score=str(folder / "s"), log_probs=str(folder / "l"))
+        metrics = made.rollout(order(), stages.rollout)
+        write_scores({"score": [1.0, 0.0, 0.0, 1.0]}, Path(stages.score))
+        metrics |= made.log_probs(stages.rollout, stages.log_probs)
+        made.advantage(stages, str(folder / "a"), None)
+        metrics |= made.update(str(folder / "a"), step)
+        keys.append({key for key in metrics if key.startswith(("memory/", "perf/"))})
+        assert all(value > 0 for key, value in metrics.items() if key.startswith("memory/"))
+        if step == 1:
+            (folder / "saved").mkdir()
+            saved = made.save(str(folder / "saved"))
+            made.rollout(order(), str(folder / "validation"))
+            made.load(str(char_llama), str(folder / "saved"))
+            assert saved["memory/save/peak_rss_gb"] >= saved["memory/before_save/rss_gb"] > 0
+    assert keys[0] == keys[1]
+    places = {key.split("/")[1] for key in keys[0] if key.startswith("memory/")}
+    assert places == {
+        *(f"{when}_{stage}" for when in ("before", "after") for stage in ("load", "rollout", "log_prob", "update")),
+        *("load", "rollout", "log_prob", "update", "after_weight_sync", "after_sleep"),
+    }
+    assert {"perf/max_memory_rss_gb", "perf/cpu_memory_used_gb", "perf/tflop/actor"} <= keys[0]
+    assert not any("mfu" in key for key in keys[0])
+
+
 def stages_of(folder: Path, ids: list[list[int]], reasons: list[str], scores: list[float]) -> Stages:
     """Stages of one group, written as the workers write them."""
     rollouts = Batch(
