@@ -4,18 +4,25 @@ import shutil
 from pathlib import Path
 
 from moonshift.core.config.schema import Config
+from moonshift.core.plan.memory import adapter_parameters
 from moonshift.core.plan.model_shape import read_shape
 
-_BYTES_PER_PARAMETER = 4 + 2 * 4
-"""float32 weights, and AdamW's two float32 moments"""
+_WEIGHT, _MOMENTS = 4, 2 * 4
+"""bytes a parameter: float32 weights, and AdamW's two float32 moments"""
 
 
 def checkpoint_bytes(config: Config, model: Path, critic: Path | None) -> int | None:
     """Bytes of one checkpoint: the policy and, where there is one, the critic; None where their sizes are not known."""
     folders = [model, *([critic or model] if config.needs_critic else [])]
     shapes = [read_shape(folder) for folder in folders]
-    known = [shape.parameters for shape in shapes if shape is not None]
-    return sum(known) * _BYTES_PER_PARAMETER if len(known) == len(shapes) else None
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return None
+    total = sum(shape.parameters for shape in known) * (_WEIGHT + _MOMENTS)
+    adapter = adapter_parameters(config.actor_rollout_ref.model, known[0])
+    if adapter:  # it is written beside the merged weights, and only it has moments
+        total += adapter * (_WEIGHT + _MOMENTS) - known[0].parameters * _MOMENTS
+    return total
 
 
 def disk_warning(config: Config, one: int | None, folder: Path) -> str | None:

@@ -106,6 +106,16 @@ class ModelSection(Section):
         False,
         description="Liger's fused kernels for norms, rotary embedding and feed-forward of the trained models (GPU)",
     )
+    lora_rank: Size = Field(
+        0, description="rank of the adapter that is trained in place of the weights (LoRA); 0: none"
+    )
+    lora_alpha: Count = Field(16, description="LoRA: the adapter's part is multiplied by lora_alpha / lora_rank")
+    target_modules: tuple[str, ...] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="LoRA: names of the linear layers with an adapter (q_proj …); all-linear: every one but the head",
+    )
+    exclude_modules: tuple[str, ...] = Field((), description="LoRA: names of layers among these that get none")
 
 
 class OptimSection(Section):

@@ -5,6 +5,7 @@ micro-batch, so that no result depends on the cut.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from .correction import MEASURE_ONLY, bypass_rule, corrections_of_all
 from .flops import ModelFlops
 from .layout import TokenLayout, lay_out
 from .log_probs import TokenScorer
+from .lora import merged_weights
 from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
@@ -54,6 +56,10 @@ class TorchTrainEngine(MiniBatchTrainer):
         """parts of the update's mini-batches, by their index"""
         self._largest = 0.0
         """largest difference of probabilities seen in the update"""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As of any model, an adapter merged in: what another engine serves, under the base model's names."""
+        return merged_weights(self.model)
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Batch:

@@ -80,7 +80,7 @@ class MiniBatchTrainer:
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        parameters = [parameter for _, parameter in self.model.named_parameters()]
+        parameters = [parameter for _, parameter in self._trained()]
         optim = self.optim
         return torch.optim.AdamW(
             parameters,
@@ -90,6 +90,10 @@ class MiniBatchTrainer:
             weight_decay=optim.weight_decay,
             fused=self.fused,
         )
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are not frozen, by name, tied ones once."""
+        return ((name, one) for name, one in self.model.named_parameters() if one.requires_grad)
 
     @property
     def device(self) -> torch.device:
@@ -211,7 +215,7 @@ class MiniBatchTrainer:
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`; of shards whole, on rank 0 alone."""
         state: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._trained():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"{name}.{key}"] = gathered(value)
         return state
@@ -224,7 +228,7 @@ class MiniBatchTrainer:
         """
         self.optimizer = self._new_optimizer()
         remaining = dict(state)
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._trained():
             moments = {key: remaining.pop(f"{name}.{key}", None) for key in ("step", "exp_avg", "exp_avg_sq")}
             present = {key: value for key, value in moments.items() if value is not None}
             if present and len(present) != len(moments):

@@ -34,6 +34,15 @@ from moonshift.core.training.fingerprint import weights_sha256
 from moonshift.core.training.flops import peak_flops, utilisation
 from moonshift.core.training.fused import use_liger
 from moonshift.core.training.log_probs import TokenScorer
+from moonshift.core.training.lora import (
+    adapter_off,
+    adapter_state,
+    add_adapter,
+    base_sha256,
+    gathered_merged_state,
+    load_adapter,
+    save_adapter,
+)
 from moonshift.core.training.measures import length_metrics, mismatch
 from moonshift.core.training.memory import MemoryLimit, once_more
 from moonshift.core.training.micro_batches import sample_lengths
@@ -53,6 +62,8 @@ from .memory_log import MemoryLog, log_memory
 from .process_group import Address, Seat, alone, join, open_store
 
 Tensors = dict[str, torch.Tensor]
+ADAPTER_FOLDER = "adapter"
+"""in a checkpoint, beside `model`"""
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -156,10 +167,11 @@ class ModelWorker:
             self.mesh = alone(self.device)
         recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
         self.folder = folder
-        self.policy = self._load_model(folder)
+        self.adapted = self.config.actor_rollout_ref.model.lora_rank > 0
+        self.policy = self._load_adapted(Path(initial), checkpoint) if self.adapted else self._load_model(folder)
         policy = self._spread(TokenScorer(self.policy), recompute)
         self.reference: TokenScorer | None = None
-        if self.config.needs_reference:
+        if self.config.needs_reference and not self.adapted:
             self.reference = self._spread(TokenScorer(self._load_model(Path(initial))), recompute=False)
         self.vocab_limit = min(len(self.tokenizer), self.policy.config.vocab_size)
         self.train_engine = TorchTrainEngine(policy, self.config, self.plan, self.vocab_limit)
@@ -178,9 +190,19 @@ class ModelWorker:
         self.memory.loaded()
         return self.train_engine.version
 
+    def _load_adapted(self, initial: Path, checkpoint: str | None) -> PreTrainedModel:
+        """The initial policy under an adapter, a checkpoint's or a fresh one."""
+        model = self._load_model(initial)
+        self.base_sha256 = base_sha256(model)
+        add_adapter(model, self.config.actor_rollout_ref.model, self.config.run.seed)
+        if checkpoint:
+            load_adapter(model, Path(checkpoint) / ADAPTER_FOLDER, self.base_sha256)
+        return model
+
     def _engine(self, folder: Path) -> RolloutEngine:
         """The engine that serves: the trained model itself where its weights are whole, else weights of its own."""
         served = self.policy
+        self.serves_policy = self.mesh is None and self.config.actor_rollout_ref.rollout.name == "transformers"
         if self.mesh is not None and self.config.actor_rollout_ref.rollout.name == "transformers":
             served = self._load_model(folder)
         previous = getattr(self, "rollout_engine", None)  # after a warm start a worker loads once more
@@ -193,7 +215,9 @@ class ModelWorker:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the engine takes back must be free outside PyTorch's cache too
             self.rollout_engine.wake()
-            self.rollout_engine.load_weights(self.train_engine.weights(), self.train_engine.version)
+            # the trained model itself needs no merged weights: its adapter is on
+            weights = self.policy.named_parameters() if self.serves_policy else self.train_engine.weights()
+            self.rollout_engine.load_weights(weights, self.train_engine.version)
         self.memory.at("after_weight_sync")
         return time.perf_counter() - started
 
@@ -226,7 +250,7 @@ class ModelWorker:
             }
         )
         self.rollout_engine.sleep()
-        model = self.policy if self.mesh is None else self._load_model(self.folder)
+        model = self.policy if self.mesh is None and not self.adapted else self._load_model(self.folder)
         metrics = fine_tune(
             model, batch, self.config.warm_start, seed=self.config.run.seed, vocab_limit=self.vocab_limit
         )
@@ -306,14 +330,21 @@ class ModelWorker:
             old, entropy = scored.ragged("log_probs"), scored.ragged("entropy")
             columns = {"old_log_probs": old, "entropy": entropy}
             metrics = mismatch(batch.ragged("rollout_log_probs").values, old.values, entropy.values)
-        if self.reference is not None:
-            reference = self.train_engine.forward(self.reference, batch, self.limits.get("reference"))
-            columns["ref_log_probs"] = reference["log_probs"]
+        if self.config.needs_reference:
+            columns["ref_log_probs"] = self._reference_log_probs(batch)
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
         if self.rank == 0:
             Batch(columns).save(Path(out))
         return metrics | self.limits["log_prob"].metrics()
+
+    def _reference_log_probs(self, batch: Batch) -> Ragged:
+        """Of the initial policy: a model of its own, or the trained one with its adapter off."""
+        limit = self.limits.get("reference")
+        if self.reference is not None:
+            return self.train_engine.forward(self.reference, batch, limit)["log_probs"]
+        with adapter_off(self.policy):
+            return self.train_engine.forward(self.train_engine.policy, batch, limit)["log_probs"]
 
     def advantage(self, stages: Stages, out: str, kl_coef: float | None) -> dict[str, float]:
         """Advantages, written with all that the update needs: the redo log of the step; rank 0's work alone."""
@@ -358,18 +389,32 @@ class ModelWorker:
 
     @log_memory("save")
     def save(self, out: str) -> dict[str, float]:
-        """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks."""
-        actor = gathered_state(self.policy), self.train_engine.optimizer_state()
+        """Write model, optimizer, random state and counters to `out`: whole tensors, whatever the number of ranks.
+
+        An adapter is written twice: merged into `model/`, a folder like any other, and alone beside it, from which a
+        run goes on.
+        """
+        weights = gathered_merged_state(self.policy) if self.adapted else gathered_state(self.policy)
+        actor = weights, self.train_engine.optimizer_state()
+        adapter = adapter_state(self.policy) if self.adapted else None
         critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
         if self.rank == 0:
-            once_more("checkpoint", lambda: self._save(Path(out), actor, critic))
+            once_more("checkpoint", lambda: self._save(Path(out), actor, adapter, critic))
         return {}
 
-    def _save(self, folder: Path, actor: tuple[Tensors, Tensors], critic: tuple[Tensors, Tensors] | None) -> None:
+    def _save(
+        self,
+        folder: Path,
+        actor: tuple[Tensors, Tensors],
+        adapter: Tensors | None,
+        critic: tuple[Tensors, Tensors] | None,
+    ) -> None:
         """Of each model the weights and the optimizer's state, whole."""
         self.policy.save_pretrained(folder / "model", state_dict=actor[0])
         self.tokenizer.save_pretrained(folder / "model")
         save_file(_on_host(actor[1]), folder / "optimizer.safetensors")
+        if adapter is not None:
+            save_adapter(folder / ADAPTER_FOLDER, adapter, self.config.actor_rollout_ref.model, self.base_sha256)
         if critic is not None and self.critic is not None:
             self.critic.critic.save(folder / "critic", critic[0])
             self.tokenizer.save_pretrained(folder / "critic")

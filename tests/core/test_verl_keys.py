@@ -101,7 +101,7 @@ def test_a_reward_file_and_its_name_become_one_key() -> None:
     [
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "conversations of several turns"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", "_per_gpu"),
-        ("actor_rollout_ref.model.lora_rank=32", "no adapter"),
+        ("critic.model.lora_rank=32", "trained whole"),
         ("reward_model.enable=True", "rewards are functions"),
         ("actor_rollout_ref.actor.shuffle=True", "replayed"),
     ],

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from moonshift.core.batch import Batch, Ragged
 
@@ -26,6 +28,13 @@ BY_TOKENS = {
 """one optimizer step from passes of unequal size, whose number no number of ranks divides"""
 
 BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.model.enable_gradient_checkpointing": True}
+LORA = {
+    "actor_rollout_ref.model.lora_rank": 4,
+    f"{ACTOR}.optim.lr": 1e-2,
+    f"{ACTOR}.use_kl_loss": True,
+    "actor_rollout_ref.rollout.max_num_seqs": 8,
+}
+ADAPTER = ("adapter/adapter_model.safetensors",)
 
 
 def close(found: float, expected: float) -> bool:
@@ -100,6 +109,51 @@ def test_a_checkpoint_is_the_same_at_any_number_of_processes(char_llama: Path, t
         assert_same_bits(tensors(folder / "0" / "saved", TENSORS + CRITIC), tensors(saved, TENSORS + CRITIC))
         losses.append((metrics["actor/loss"], metrics["critic/vf_loss"]))
     assert all(close(a, b) for found in losses[1:] for a, b in zip(found, losses[0], strict=True)), losses
+
+
+@pytest.mark.parametrize("extra", [{}, BFLOAT16], ids=["float32", "bf16"])
+def test_an_adapter_is_trained_and_resumed_alike_by_one_and_by_two(
+    char_llama: Path, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    """Two steps by one process; step 1 by two, from its redo log; step 2 again by either, from its checkpoint."""
+    settings = LORA | extra
+    names = TENSORS + ADAPTER
+    first = Spec(world=1, model=str(char_llama), folder=str(tmp_path / "1"), steps=[1, 2], settings=settings)
+    expected = run(first)
+    assert expected[1]["actor/kl_loss"] > 0  # the reference is the base, not the adapter
+    redo = str(tmp_path / "1" / "1" / "advantage")
+    one = tensors(tmp_path / "1" / "1" / "saved", names)
+    folder = tmp_path / "redo"
+    run(Spec(world=2, model=str(char_llama), folder=str(folder), steps=[1], settings=settings, redo=redo))
+    two = tensors(folder / "1" / "saved", names)
+    assert one.keys() == two.keys()
+    torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-5)
+    for world in (1, 2):
+        folder = tmp_path / f"resumed-{world}"
+        spec = Spec(
+            world=world, model=str(char_llama), folder=str(folder), steps=[2], settings=settings,
+            checkpoint=str(tmp_path / "1" / "1" / "saved"), redo=str(tmp_path / "1" / "2" / "advantage"),
+        )  # fmt: skip
+        run(spec)
+        assert_same_bits(tensors(folder / "0" / "saved", names), one)
+        ended = (tensors(place / "2" / "saved", names) for place in (folder, tmp_path / "1"))
+        if world == 1:
+            assert_same_bits(*ended)
+        else:
+            torch.testing.assert_close(*ended, atol=1e-5, rtol=1e-5)
+
+
+def test_the_model_of_an_adapter_checkpoint_is_a_folder_like_any_other(char_llama: Path, tmp_path: Path) -> None:
+    run(Spec(world=1, model=str(char_llama), folder=str(tmp_path), steps=[1], settings=LORA))
+    saved = tmp_path / "1" / "saved" / "model"
+    plain = AutoModelForCausalLM.from_pretrained(saved)
+    assert load_file(saved / "model.safetensors").keys() == load_file(char_llama / "model.safetensors").keys()
+    base = AutoModelForCausalLM.from_pretrained(char_llama)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "1" / "saved" / "adapter")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(plain(ids).logits, theirs(ids).logits, atol=1e-5, rtol=0)
+    again = Spec(world=1, model=str(saved), folder=str(tmp_path / "again"), steps=[1])
+    assert run(again)[0]["training/optimizer_steps"] == 2  # trains on, whole
 
 
 @pytest.mark.case("X01")
