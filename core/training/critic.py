@@ -4,6 +4,7 @@ Shift convention as in `log_probs.py`: the value of response token t is read whe
 it is what the critic expects before the token was drawn.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 from .model_folder import LOAD_FAULTS, check_folder, no_progress_bars
+from .parallel import end_passes
 
 HEAD = "value_head.safetensors"
 
@@ -98,7 +100,10 @@ class CriticEngine(MiniBatchTrainer):
     def values(self, batch: Batch) -> Ragged:
         """One float32 value a response token, in passes that fit the memory."""
         longest = int(sample_lengths(batch).max())
-        return self.forward_limit.run(lambda size, tokens: self._values(batch, size, tokens), longest, lambda: None)
+        undo = partial(end_passes, self.critic)
+        found = self.forward_limit.run(lambda size, tokens: self._values(batch, size, tokens), longest, undo)
+        end_passes(self.critic)
+        return found
 
     def _values(self, batch: Batch, size: int, tokens: int | None) -> Ragged:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")

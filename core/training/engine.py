@@ -7,6 +7,7 @@ micro-batch, so that no result depends on the cut.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
-from .parallel import Probe, ranks_of
+from .parallel import Probe, end_passes, ranks_of
 
 
 class TorchTrainEngine(MiniBatchTrainer):
@@ -36,6 +37,7 @@ class TorchTrainEngine(MiniBatchTrainer):
     def __init__(self, scorer: TokenScorer, config: Config, plan: BatchPlan, vocab_limit: int) -> None:
         actor = config.actor_rollout_ref.actor
         super().__init__(scorer.model, plan.actor, actor.optim, grad_clip=actor.grad_clip, steps=plan.steps)
+        self.root = scorer
         if not self.ranks.alone:
             self.probe = Probe(scorer)  # its forward pass is the one that a shard waits in
         self.config = config
@@ -73,7 +75,9 @@ class TorchTrainEngine(MiniBatchTrainer):
         def work(size: int, tokens: int | None) -> dict[str, Ragged]:
             return forward_log_probs(scorer, batch, size, self._scoring(), tokens)
 
-        return limit.run(work, int(sample_lengths(batch).max()), lambda: None)
+        found = limit.run(work, int(sample_lengths(batch).max()), partial(end_passes, scorer))
+        end_passes(scorer)
+        return found
 
     def _scoring(self) -> "Scoring":
         return Scoring(temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit)

@@ -22,7 +22,7 @@ from .flops import ModelFlops
 from .layout import TokenLayout
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
-from .parallel import Probe, gathered, ranks_of, sharded_like, whole, whole_weights
+from .parallel import Probe, end_passes, gathered, more_passes, ranks_of, sharded_like, whole, whole_weights
 from .schedule import learning_rate
 
 
@@ -63,6 +63,8 @@ class MiniBatchTrainer:
 
     def __init__(self, model: nn.Module, plan: TrainPlan, optim: OptimSection, *, grad_clip: float, steps: int) -> None:
         self.model = model
+        self.root = model
+        """what a pass calls: the model, or a module around it"""
         self.cut = plan
         self.optim = optim
         self.grad_clip = grad_clip
@@ -150,6 +152,7 @@ class MiniBatchTrainer:
             norm = float(whole(clip_grad_norm_(self.model.parameters(), self.grad_clip)))
         except NonFiniteError:
             norm = math.nan
+            end_passes(self.root)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             return metrics | skipped | {f"{self.kind}/grad_norm": norm, f"{self.kind}/skipped_updates": 1.0}
@@ -167,7 +170,7 @@ class MiniBatchTrainer:
 
         self.optimizer.zero_grad(set_to_none=True)
         longest = int(sample_lengths(batch)[mini_batch.rows].max())
-        metrics = self.limit.run(work, longest, lambda: self.optimizer.zero_grad(set_to_none=True))
+        metrics = self.limit.run(work, longest, self._give_up)
         if self.flops is not None:
             prompts, responses = (
                 batch.ragged(name).lengths[mini_batch.rows] for name in ("prompt_ids", "response_ids")
@@ -175,13 +178,20 @@ class MiniBatchTrainer:
             metrics[f"perf/tflop_unshared/{self.kind}"] = self.flops.of_samples(prompts, responses) / 1e12
         return metrics
 
+    def _give_up(self) -> None:
+        """Drop what the passes of a mini-batch have left so far."""
+        end_passes(self.root)
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
         """What is computed once over the whole mini-batch, before its first micro-batch."""
 
     def _accumulate(self, batch: Batch, mini_batch: MiniBatch, size: int, tokens: int | None) -> dict[str, float]:
         """Gradients of all micro-batches; metrics are shares that add up."""
         metrics: dict[str, float] = {}
-        for one in self.ranks.share(micro_batches(batch, mini_batch.rows, size, tokens)):
+        passes = self.ranks.share(micro_batches(batch, mini_batch.rows, size, tokens))
+        for one in passes:
+            more_passes(self.root, one is not passes[-1])
             found = self._pass(batch if one.counts else _blank(batch), one.rows, mini_batch)
             if not one.counts:
                 continue

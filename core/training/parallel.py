@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -34,12 +35,49 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32
     weights = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weights)
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        # one rank has no other's shards to give back: its backward pass finds the weights as the forward pass left them
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    for part in _shards(model):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def more_passes(model: nn.Module, follow: bool) -> None:
+    """Say before a backward pass whether more of the same mini-batch follow.
+
+    While they do, one rank alone leaves its weights gathered and adds gradients up where they are, instead of copying
+    all weights and all gradients to and fro at each pass. Several ranks go on giving both back: their memory is the
+    reason for the shards.
+    """
+    if not ranks_of(model).alone:
+        return
+    for part in _shards(model):
+        part.set_reshard_after_backward(not follow, recurse=False)
+        part.set_requires_gradient_sync(not follow, recurse=False)
+
+
+def end_passes(model: nn.Module) -> None:
+    """Put a model back in shards after passes without a backward half, or that ended early, and forget their gradients.
+
+    Weights stay gathered, in the type that passes compute in, until the next backward pass. An exception leaves more:
+    gradients on their way to the shards, which the next pass would add to, and bookkeeping by which it would leave out
+    those of the outermost part. FSDP's own `reset_iter_state` (torch 2.13) keeps gradients that wait for later passes.
+    """
+    for part in _shards(model):
+        state = part._get_fsdp_state()
+        if part is model and hasattr(part, "reset_iter_state"):
+            part.reset_iter_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        if (group := state._fsdp_param_group) is not None:
+            group._training_state = TrainingState.IDLE
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        part.reshard()
 
 
 def recompute_blocks(model: nn.Module) -> None:
@@ -49,6 +87,10 @@ def recompute_blocks(model: nn.Module) -> None:
     """
     for block in _blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _shards(model: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in model.modules() if isinstance(part, FSDPModule))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -177,3 +177,46 @@ def test_a_model_in_shards_is_saved_as_the_whole_one_is(tmp_path: Path, mesh: De
     for name in names:
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "shards" / name).read_bytes(), name
     assert ("lm_head.weight" in load_file(tmp_path / "shards" / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_pass_that_ran_out_of_memory_leaves_nothing_to_the_next(
+    char_llama: Path,
+    tmp_path: Path,
+    batch: Batch,  # noqa: F811
+    mesh: DeviceMesh,
+    half: str,
+) -> None:
+    """In the middle of the second pass, when some gradients of the first wait and some of its own are there."""
+    unbroken = sharded(char_llama, tmp_path, mesh, torch.float32)
+    broken = sharded(char_llama, tmp_path, mesh, torch.float32)
+    unbroken.limit.divisor, broken.limit.divisor = 4, 2
+    expected = unbroken.update(batch, 1)
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("CUDA out of memory")
+
+    def hooked(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+        fail() if half == "forward" else output.register_hook(fail)
+
+    broken.model.get_submodule("model.layers.0").register_forward_hook(hooked)
+    found = broken.update(batch, 1)
+    assert found["perf/memory_divisor/actor"] == 4
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(weights(broken), weights(unbroken))
+
+
+def test_a_forward_pass_leaves_the_weights_as_they_are_trained(
+    char_llama: Path,
+    tmp_path: Path,
+    batch: Batch,  # noqa: F811
+    mesh: DeviceMesh,
+) -> None:
+    rounded = sharded(char_llama, tmp_path, mesh, torch.bfloat16)
+    before = weights(rounded)
+    rounded.log_probs(batch)
+    assert weights(rounded).dtype == torch.float32 and torch.equal(before, weights(rounded))

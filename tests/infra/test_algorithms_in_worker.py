@@ -60,7 +60,9 @@ def step(made: ModelWorker, folder: Path, number: int = 1) -> dict[str, float]:
     write_scores({"score": [0.25, 0.75]}, Path(stages.score) / "baseline")
     made.log_probs(stages.rollout, stages.log_probs)
     metrics = made.advantage(stages, str(folder / "a"), None)
-    return metrics | made.update(str(folder / "a"), number)
+    metrics |= made.update(str(folder / "a"), number)
+    measured = ("memory/", "perf/cpu_memory", "perf/max_memory")  # of this machine at this moment
+    return {name: value for name, value in metrics.items() if not name.startswith(measured)}
 
 
 def weights(made: ModelWorker) -> torch.Tensor:
