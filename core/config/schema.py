@@ -223,6 +223,9 @@ class RolloutSection(Section):
     quantization: Literal["fp8"] | None = Field(
         None, description="vllm: weights served in fewer bits; their log-probs differ from the trained policy's"
     )
+    engine_kwargs: dict[Literal["vllm"], dict[str, Any]] = Field(
+        {}, description="vllm: further arguments of its EngineArgs, as they are: {vllm: {kv_cache_dtype: fp8}}"
+    )
     log_prob_micro_batch_size_per_gpu: Count = Field(32, description="sequences a forward pass for log-probs, each GPU")
     log_prob_use_dynamic_bsz: bool | None = Field(None, description="cut those passes by tokens; none: as the actor")
     log_prob_max_token_len_per_gpu: Count | None = Field(

@@ -33,7 +33,7 @@ def length_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
 
 
 def mismatch(sampled: torch.Tensor, trained: torch.Tensor, entropy: torch.Tensor) -> dict[str, float]:
-    """Entropy, and how far the inference engine's probabilities are from the training engine's.
+    """Entropy, and how far the inference engine's probabilities and log-probs (nats) are from the training engine's.
 
     All `[N]`, one value a response token: log-probs of both engines, and the training engine's entropies in nats.
     """
@@ -44,4 +44,5 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, entropy: torch.Tensor
         "actor/entropy": float(entropy.double().mean()),
         "training/rollout_probs_diff_mean": float(difference.mean()),
         "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_log_probs_diff_mean": float((sampled.double() - trained.double()).abs().mean()),
     }

@@ -89,6 +89,7 @@ def vllm_settings(config: Config, model: "PreTrainedModel", folder: Path, vocab_
         free_cache_engine=rollout.free_cache_engine,
         tensor_model_parallel_size=rollout.tensor_model_parallel_size,
         quantization=rollout.quantization,
+        engine_kwargs=rollout.engine_kwargs.get("vllm", {}),
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         seed=config.run.seed % 2**32,
         cache_folder=home() / "caches" / "vllm",

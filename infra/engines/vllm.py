@@ -6,8 +6,9 @@ Written for vLLM 0.24 to 0.33; of its interfaces the public ones are used: `LLME
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class VllmSettings:
     free_cache_engine: bool = True
     tensor_model_parallel_size: int = 1
     quantization: str | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """further arguments of `EngineArgs`"""
     trust_remote_code: bool = False
     seed: int = 0
     cache_folder: Path | None = None
@@ -264,6 +267,8 @@ def _start(vllm: Any, settings: VllmSettings, processor: type, sleeps: bool) -> 
     }
     if cpu:
         options["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    _check_further(vllm, settings.engine_kwargs, options)
+    options |= settings.engine_kwargs
     if world > 1:  # every process of the group has its own engine, or its shard of one
         options["distributed_executor_backend"] = "external_launcher"
     set_num_threads = torch.set_num_threads
@@ -276,6 +281,23 @@ def _start(vllm: Any, settings: VllmSettings, processor: type, sleeps: bool) -> 
         ) from error
     finally:
         torch.set_num_threads = set_num_threads  # the CPU build puts one there that does nothing
+
+
+def _check_further(vllm: Any, further: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key of `engine_kwargs` that this vLLM does not know, or that the product sets itself."""
+    known = {one.name for one in fields(vllm.EngineArgs)}
+    for name in further:
+        if name in options:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name} is set by Moonshift itself: use the key of "
+                "actor_rollout_ref.rollout for it, or leave it out."
+            )
+        if name not in known:
+            near = get_close_matches(name, sorted(known), 3)
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM {vllm.__version__} has no such engine "
+                f"argument{f'; near: {near}' if near else ''}."
+            )
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

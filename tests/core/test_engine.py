@@ -115,6 +115,9 @@ def test_on_policy_the_old_log_probs_are_the_current_ones(char_llama: Path, tmp_
     difference = (sampled.exp() - trained.exp()).abs()
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-4)
     assert found["training/rollout_probs_diff_max"] == pytest.approx(float(difference.max()), rel=1e-4)
+    assert found["training/rollout_log_probs_diff_mean"] == pytest.approx(
+        float((sampled - trained).abs().mean()), rel=1e-4
+    )
     assert found["actor/entropy"] == pytest.approx(float(old.ragged("entropy").values.mean()), rel=1e-4)
 
 

@@ -14,8 +14,9 @@ from moonshift.core.config import load_config, to_json
 from moonshift.core.errors import ConfigError, NonFiniteError, StageError
 from moonshift.core.plan import make_plan
 from moonshift.core.training.advantages import Stages
-from moonshift.infra.engines import drawing, require_engine
-from moonshift.infra.engines.vllm import _Watched, import_vllm
+from moonshift.core.training.model import load_model
+from moonshift.infra.engines import drawing, require_engine, vllm_settings
+from moonshift.infra.engines.vllm import VllmEngine, _Watched, import_vllm
 from moonshift.infra.engines.vllm_sampling import SAMPLE, DrawingProcessor, DrawState
 from moonshift.infra.workers.model import ModelWorker, RolloutOrder
 from moonshift.infra.workers.reward import write_scores
@@ -121,6 +122,26 @@ def test_vllm_serves_nothing_after_a_refused_sync_until_good_weights_come(
         one.model.get_parameter("model.norm.weight").copy_(good)
     one.sync(6)
     one.assert_as_trained(one.engine.generate([[3]], params(), list(range(4))))
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason=NO_VLLM)
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("kv_cache_dtyp", r"no such engine argument; near: \['kv_cache_dtype'"),
+        ("max_num_seqs", "is set by Moonshift itself"),
+    ],
+)
+def test_a_further_argument_that_vllm_does_not_take_is_named(
+    key: str, message: str, small_model: Callable[..., Path]
+) -> None:
+    settings = load_config(
+        None, [f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}=1"], environ={}, code=ONE
+    ).config  # fmt: skip
+    folder = small_model()
+    options = vllm_settings(settings, load_model(folder, device=torch.device("cpu")), folder, 14)
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine(options)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed here")
