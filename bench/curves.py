@@ -64,9 +64,9 @@ def one_run(config: Path, overrides: list[str], seed: int, kill: bool, home: Pat
             f"seed {seed} ended with {ended.returncode}; its last lines:\n{log.read_text()[-3000:]}"
         )
     told = json.loads(summary.read_text(encoding="utf-8"))
+    seen = {"killed_at_step": killed_at, "all_attempts_s": time.time() - started}
     return {
-        "summary": {key: told[key] for key in SUMMARY if key in told}
-        | {"killed_at_step": killed_at, "all_attempts_s": time.time() - started},
+        "summary": {key: told[key] for key in SUMMARY if key in told} | seen,
         "metrics": histories(home, told["mlflow_run_id"]),
     }
 
