@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -24,18 +24,25 @@ def ranks_of(model: nn.Module) -> Ranks:
     return Ranks(parameter.device_mesh.get_group()) if isinstance(parameter, DTensor) else Ranks()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's passes run; its shards may lie in host memory."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32, *, offload: bool = False) -> None:
     """Spread a model in place over the ranks of a one-dimensional mesh, block by block (FSDP2, arXiv 2304.11277).
 
     Passes compute in `dtype`; the weights stay what they are, and gradients are summed in their type. They are summed
     over the ranks and not averaged: a loss is normalised by counts of the whole mini-batch. Each rank must have loaded
-    the same weights.
+    the same weights. `offload`: shards and their gradients lie in host memory, pinned where the device is a GPU; each
+    block is copied to the device for its passes.
     """
     weights = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weights)
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    for part in (*_blocks(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -59,10 +66,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard; every rank has to ask, in the same order. One rank alone has it, without a copy."""
+    """The full tensor of a shard, on the device; every rank has to ask, in the same order.
+
+    One rank alone has it, without a copy unless it lies in host memory.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    near = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(near, DTensor)
+    return near.to_local() if near.device_mesh.size() == 1 else near.full_tensor()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -93,10 +110,11 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This rank's shard of a tensor that every rank has whole, on the parameter's device; never the same storage."""
-    moved = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):
-        return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return moved.clone()
+        mesh = parameter.device_mesh
+        near = distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        return near.to(parameter.device)
+    return tensor.to(parameter.device, copy=True)
 
 
 class Probe:
