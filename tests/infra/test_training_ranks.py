@@ -84,7 +84,7 @@ def test_several_processes_train_as_one_does(
         assert left.equals(right), stage  # to the last bit
     for before, after in zip(expected, found, strict=True):
         assert before.keys() == after.keys()
-        measured = ("perf/", "rollout_corr/", "training/rollout_probs")
+        measured = ("perf/", "memory/", "rollout_corr/", "training/rollout_probs")
         compared = {key for key in before if not key.startswith(measured) or key.startswith("perf/tflop")}
         assert compared >= {"perf/tflop/actor", "perf/tflop_unshared/actor"}
         assert {key: (after[key], before[key]) for key in compared if not close(after[key], before[key])} == {}
