@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 from moonshift.core.config.schema import Config
-from moonshift.core.plan.memory import adapter_parameters
+from moonshift.core.plan.memory import adapter_parameters, optimizer_numbers
 from moonshift.core.plan.model_shape import read_shape
 
-_WEIGHT, _MOMENTS = 4, 2 * 4
-"""bytes a parameter: float32 weights, and AdamW's two float32 moments"""
+_FLOAT32 = 4
+"""bytes of a weight, and of a number of the optimizer's state"""
 
 
 def checkpoint_bytes(config: Config, model: Path, critic: Path | None) -> int | None:
@@ -18,11 +18,11 @@ def checkpoint_bytes(config: Config, model: Path, critic: Path | None) -> int | 
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
         return None
-    total = sum(shape.parameters for shape in known) * (_WEIGHT + _MOMENTS)
     adapter = adapter_parameters(config.actor_rollout_ref.model, known[0])
-    if adapter:  # it is written beside the merged weights, and only it has moments
-        total += adapter * (_WEIGHT + _MOMENTS) - known[0].parameters * _MOMENTS
-    return total
+    numbers = sum(shape.parameters for shape in known) + adapter  # it is written beside the merged weights
+    numbers += optimizer_numbers(config.actor_rollout_ref.actor.optim, known[0], adapter)
+    numbers += sum(optimizer_numbers(config.critic.optim, shape, 0) for shape in known[1:])
+    return numbers * _FLOAT32
 
 
 def disk_warning(config: Config, one: int | None, folder: Path) -> str | None:

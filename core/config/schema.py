@@ -119,16 +119,34 @@ class ModelSection(Section):
 
 
 class OptimSection(Section):
+    optimizer: Literal["AdamW", "Muon"] = Field(
+        "AdamW", description="Muon: for hidden matrices; embeddings, head, norms and biases stay with AdamW"
+    )
     lr: Positive = Field(1e-6, description="learning rate")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's moment decays")
     eps: Positive = Field(1e-8, description="AdamW's denominator term")
-    weight_decay: NonNegative = Field(0.01, description="AdamW's decoupled weight decay")
+    weight_decay: NonNegative = Field(0.01, description="decoupled weight decay, AdamW's and Muon's")
+    muon_momentum: Decay = Field(0.95, description="Muon's momentum (Nesterov)")
     lr_warmup_steps: Size = Field(0, description="steps of linear warm-up")
     lr_scheduler_type: Literal["constant", "cosine"] = Field("constant", description="after the warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate / lr (cosine)")
 
 
-class FsdpSection(Section):
+class ParamOffloadSection(Section):
+    param_offload: bool = Field(
+        False, description="weights lie in host memory, each block copied to the device for its passes (FSDP2)"
+    )
+
+
+class OffloadSection(ParamOffloadSection):
+    """`param_offload` takes gradients and optimizer with it: the optimizer step is then the CPU's."""
+
+    optimizer_offload: bool = Field(
+        False, description="optimizer state lies in host memory, copied to the device for each optimizer step"
+    )
+
+
+class FsdpSection(OffloadSection):
     ulysses_sequence_parallel_size: Count = Field(1, description="GPUs that share the tokens of one sequence")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="what passes compute in; weights, optimizer and sums of gradients stay float32"
@@ -235,6 +253,7 @@ class RolloutSection(Section):
 
 
 class RefSection(Section):
+    fsdp_config: ParamOffloadSection = ParamOffloadSection()  # pyright: ignore[reportCallIssue]
     log_prob_micro_batch_size_per_gpu: Count | None = Field(
         None, description="sequences a forward pass of the reference model, each GPU; none: as the rollout's"
     )
@@ -271,6 +290,7 @@ class CriticSection(Section):
     ppo_max_token_len_per_gpu: Count | None = Field(None, description="tokens a pass, each GPU; none: the actor's")
     ppo_epochs: Count | None = Field(None, description="passes over the rollouts of a step; none: the actor's")
     model: CriticModelSection = CriticModelSection()  # pyright: ignore[reportCallIssue]
+    fsdp: OffloadSection = OffloadSection()  # pyright: ignore[reportCallIssue]
     optim: CriticOptimSection = CriticOptimSection()  # pyright: ignore[reportCallIssue]
     cliprange_value: NonNegative = Field(0.5, description="how far a value may move in a step, in units of reward")
     grad_clip: Positive = Field(1.0, description="largest norm of the critic's gradient")

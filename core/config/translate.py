@@ -46,8 +46,12 @@ def translated(givens: Iterable[Given], faults: list[str], done: list[Translatio
 
 
 def _is_ours(given: Given) -> bool:
-    """Whether the key stands in the schema; `actor.strategy` does, and has a value of verl's that does not."""
-    return key_of(given.path) is not None and not (given.key.endswith(".strategy") and plain(given.value) == "fsdp")
+    """Whether key and value stand in the schema; `actor.strategy` does, and has a value of verl's that does not."""
+    entry, value = entry_of(given.key), plain(given.value)
+    renamed = (
+        entry is not None and entry.target == given.key and isinstance(value, str) and value in (entry.values or {})
+    )
+    return key_of(given.path) is not None and not renamed
 
 
 def _without_prefix(given: Given) -> Given:

@@ -60,8 +60,26 @@ ENTRIES: tuple[Entry, ...] = (
         "lr_warmup_steps counts here; give steps instead of a ratio", "*.optim.lr_warmup_steps_ratio", harmless=_OFF
     ),
     *_ignored("half a cosine is used", "*.optim.num_cycles", harmless=(0.5,)),
-    *_ignored("AdamW is used", "*.optim.optimizer", harmless=("AdamW", "adam", "adamw")),
-    *_ignored("AdamW is torch's own", "*.optim.optimizer_impl", "*.optim.override_optimizer_config"),
+    *(
+        Entry(
+            pattern=f"{place}.optim.optimizer",
+            target=f"{place}.optim.optimizer",
+            values={"adam": "AdamW", "adamw": "AdamW", "muon": "Muon"},
+            reason="spelt as torch.optim does",
+        )
+        for place in (_ACTOR, "critic")
+    ),
+    *_ignored("AdamW is torch's own, Muon Moonshift's", "*.optim.optimizer_impl", "*.optim.override_optimizer_config"),
+    Entry(
+        pattern=f"{_ACTOR}.fsdp_config.offload_policy",
+        target=f"{_ACTOR}.fsdp_config.param_offload",
+        values={True: True, False: None},
+        reason="FSDP2's policy is what param_offload is here; false leaves that as it is",
+    ),
+    *(
+        Entry(pattern=f"critic.model.fsdp_config.{name}", target=f"critic.fsdp.{name}", reason="moved")
+        for name in ("param_offload", "optimizer_offload")
+    ),
     *_ignored("samples keep their order, so that a step can be replayed", f"{_ACTOR}.shuffle", harmless=(False,)),
     *_ignored(
         "global sizes were ambiguous; give the one that ends in _per_gpu",

@@ -24,6 +24,7 @@ from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 from .model_folder import LOAD_FAULTS, check_folder, no_progress_bars
+from .optimizer import ModelOptimizer
 from .parallel import end_passes
 
 HEAD = "value_head.safetensors"
@@ -86,7 +87,8 @@ class CriticEngine(MiniBatchTrainer):
     def __init__(self, model: ValueModel, config: Config, plan: BatchPlan) -> None:
         assert plan.critic is not None, "the plan has no critic"
         critic = config.critic
-        super().__init__(model, plan.critic, critic.optim, grad_clip=critic.grad_clip, steps=plan.steps)
+        optimizer = ModelOptimizer(model, critic.optim, critic.fsdp, model.head)
+        super().__init__(plan.critic, optimizer, grad_clip=critic.grad_clip, steps=plan.steps)
         self.critic = model
         self.flops = ModelFlops.of(model, model.body.config, model.head)
         self.settings = critic

@@ -26,7 +26,8 @@ from .measures import mismatch
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
-from .parallel import Probe, end_passes, ranks_of
+from .optimizer import ModelOptimizer
+from .parallel import Probe, device_of, end_passes, ranks_of
 
 
 class TorchTrainEngine(MiniBatchTrainer):
@@ -36,14 +37,16 @@ class TorchTrainEngine(MiniBatchTrainer):
 
     def __init__(self, scorer: TokenScorer, config: Config, plan: BatchPlan, vocab_limit: int) -> None:
         actor = config.actor_rollout_ref.actor
-        super().__init__(scorer.model, plan.actor, actor.optim, grad_clip=actor.grad_clip, steps=plan.steps)
+        head = scorer.model.get_output_embeddings()
+        optimizer = ModelOptimizer(scorer.model, actor.optim, actor.fsdp_config, head)
+        super().__init__(plan.actor, optimizer, grad_clip=actor.grad_clip, steps=plan.steps)
         self.root = scorer
         if not self.ranks.alone:
             self.probe = Probe(scorer)  # its forward pass is the one that a shard waits in
         self.config = config
         self.plan = plan
         self.policy = scorer
-        self.flops = ModelFlops.of(scorer.model, scorer.model.config, scorer.model.get_output_embeddings())
+        self.flops = ModelFlops.of(scorer.model, scorer.model.config, head)
         self.vocab_limit = vocab_limit
         self.drop_last = actor.drop_last
         self.forward_limit = MemoryLimit(
@@ -247,7 +250,7 @@ def forward_log_probs(
     passes = micro_batches(batch, torch.arange(len(batch)), micro_batch_size, max_tokens)
     for rows in (one.rows for one in ranks.share(passes)):
         order.append(rows)
-        layout = lay_out(prompts, responses, rows, scorer.model.device)
+        layout = lay_out(prompts, responses, rows, device_of(scorer))
         values, entropy = scorer(
             layout, temperature=scoring.temperature, vocab_limit=scoring.vocab_limit, entropy_use="value"
         )

@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor
 
 from ..batch import Batch, Ragged
-from ..config.schema import OptimSection
-from ..errors import ModelError, NonFiniteError
+from ..errors import NonFiniteError
 from ..plan import TrainPlan
 from .flops import ModelFlops
 from .layout import TokenLayout
 from .memory import MemoryLimit
 from .micro_batches import micro_batches, sample_lengths
-from .parallel import Probe, end_passes, gathered, more_passes, ranks_of, sharded_like, whole, whole_weights
+from .optimizer import ModelOptimizer
+from .parallel import Probe, device_of, end_passes, more_passes, ranks_of, whole_weights
 from .schedule import learning_rate
 
 
@@ -61,12 +60,12 @@ class MiniBatchTrainer:
     kind = "model"
     """`actor` or `critic`: the first part of its metrics' names"""
 
-    def __init__(self, model: nn.Module, plan: TrainPlan, optim: OptimSection, *, grad_clip: float, steps: int) -> None:
-        self.model = model
+    def __init__(self, plan: TrainPlan, optimizer: ModelOptimizer, *, grad_clip: float, steps: int) -> None:
+        self.model = model = optimizer.model
         self.root = model
         """what a pass calls: the model, or a module around it"""
         self.cut = plan
-        self.optim = optim
+        self.optimizer = optimizer
         self.grad_clip = grad_clip
         self.steps = steps
         self.drop_last = False
@@ -75,31 +74,12 @@ class MiniBatchTrainer:
         self.limit = MemoryLimit(self.kind, plan.micro_batch_size, plan.max_tokens, shared=not self.ranks.alone)
         self.optimizer_steps = 0
         self.version = 0
-        self.fused = self.device.type == "cuda"
-        """AdamW as one kernel over all parameters"""
         self.flops: ModelFlops | None = None
         """for the metrics alone; a subclass that has it adds `perf/tflop/<kind>` to its micro-batches'"""
-        self.optimizer = self._new_optimizer()
-
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        parameters = [parameter for _, parameter in self._trained()]
-        optim = self.optim
-        return torch.optim.AdamW(
-            parameters,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=self.fused,
-        )
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are not frozen, by name, tied ones once."""
-        return ((name, one) for name, one in self.model.named_parameters() if one.requires_grad)
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters by name, tied ones once, in the model's order; whole, so every rank has to ask for all."""
@@ -107,9 +87,8 @@ class MiniBatchTrainer:
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Take the optimizer steps of training step `step`; returns metrics averaged over them."""
-        rate = learning_rate(self.optim, step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = learning_rate(self.optimizer.settings, step, self.steps)
+        self.optimizer.set_rate(rate)
         totals = _Totals()
         for mini_batch in self._mini_batches(batch, step):
             totals.add(self._optimizer_step(batch, mini_batch, step))
@@ -149,15 +128,15 @@ class MiniBatchTrainer:
         metrics: dict[str, float] = {}
         try:
             metrics = self._within_memory(batch, mini_batch, step)
-            norm = float(whole(clip_grad_norm_(self.model.parameters(), self.grad_clip)))
+            norm = self.optimizer.clip(self.grad_clip)
         except NonFiniteError:
             norm = math.nan
             end_passes(self.root)
         if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             return metrics | skipped | {f"{self.kind}/grad_norm": norm, f"{self.kind}/skipped_updates": 1.0}
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return metrics | skipped | {f"{self.kind}/grad_norm": norm}
 
@@ -168,7 +147,7 @@ class MiniBatchTrainer:
             self._begin(batch, mini_batch, step)
             return self._accumulate(batch, mini_batch, size, tokens)
 
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         longest = int(sample_lengths(batch)[mini_batch.rows].max())
         metrics = self.limit.run(work, longest, self._give_up)
         if self.flops is not None:
@@ -181,7 +160,7 @@ class MiniBatchTrainer:
     def _give_up(self) -> None:
         """Drop what the passes of a mini-batch have left so far."""
         end_passes(self.root)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
         """What is computed once over the whole mini-batch, before its first micro-batch."""
@@ -221,37 +200,6 @@ class MiniBatchTrainer:
         """A ragged column of the given rows, padded to the layout's response width: `[B, T]`."""
         values = batch.select([name]).reorder(rows)
         return values.padded(name, width=layout.response_ids.shape[1])[0].to(self.device)
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts as flat tensors `<parameter>.<moment>`; of shards whole, on rank 0 alone."""
-        state: dict[str, Tensor] = {}
-        for name, parameter in self._trained():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{name}.{key}"] = gathered(value)
-        return state
-
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Inverse of `optimizer_state`.
-
-        Raises:
-            ModelError: when a tensor belongs to no parameter, or some parameters have state and others not.
-        """
-        self.optimizer = self._new_optimizer()
-        remaining = dict(state)
-        for name, parameter in self._trained():
-            moments = {key: remaining.pop(f"{name}.{key}", None) for key in ("step", "exp_avg", "exp_avg_sq")}
-            present = {key: value for key, value in moments.items() if value is not None}
-            if present and len(present) != len(moments):
-                raise ModelError(f"The optimizer state of {name} lacks {sorted(moments.keys() - present.keys())}.")
-            if present:
-                # AdamW keeps its step count on the host unless it is fused, the moments beside the parameter
-                place = parameter.device if self.fused else torch.device("cpu")
-                self.optimizer.state[parameter] = {
-                    key: value.to(place, copy=True) if key == "step" else sharded_like(value, parameter)
-                    for key, value in present.items()
-                }
-        if remaining:
-            raise ModelError(f"The optimizer state names parameters that the model lacks: {sorted(remaining)[:3]}.")
 
 
 def _blank(batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,19 +25,28 @@ def ranks_of(model: nn.Module) -> Ranks:
     return Ranks(parameter.device_mesh.get_group()) if isinstance(parameter, DTensor) else Ranks()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's passes run; its shards may lie in host memory."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32, *, offload: bool = False) -> None:
     """Spread a model in place over the ranks of a one-dimensional mesh, block by block (FSDP2, arXiv 2304.11277).
 
     Passes compute in `dtype`; the weights stay what they are, and gradients are summed in their type. They are summed
     over the ranks and not averaged: a loss is normalised by counts of the whole mini-batch. Each rank must have loaded
-    the same weights.
+    the same weights. `offload`: shards and their gradients lie in host memory, pinned where the device is a GPU; each
+    block is copied to the device for its passes.
     """
     weights = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weights)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for block in _blocks(model):
         # one rank has no other's shards to give back: its backward pass finds the weights as the forward pass left them
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        gives_back = mesh.size() > 1 or offload
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=gives_back)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
     for part in _shards(model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
@@ -47,10 +56,10 @@ def more_passes(model: nn.Module, follow: bool) -> None:
     """Say before a backward pass whether more of the same mini-batch follow.
 
     While they do, one rank alone leaves its weights gathered and adds gradients up where they are, instead of copying
-    all weights and all gradients to and fro at each pass. Several ranks go on giving both back: their memory is the
-    reason for the shards.
+    all weights and all gradients to and fro at each pass. Several ranks, and one whose weights lie in host memory, go
+    on giving both back: memory is their reason for shards.
     """
-    if not ranks_of(model).alone:
+    if not ranks_of(model).alone or device_of(model).type != next(model.parameters()).device.type:
         return
     for part in _shards(model):
         part.set_reshard_after_backward(not follow, recurse=False)
@@ -101,10 +110,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard; every rank has to ask, in the same order. One rank alone has it, without a copy."""
+    """The full tensor of a shard, on the device; every rank has to ask, in the same order.
+
+    One rank alone has it, without a copy unless it lies in host memory.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    near = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(near, DTensor)
+    return near.to_local() if near.device_mesh.size() == 1 else near.full_tensor()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -135,10 +154,11 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This rank's shard of a tensor that every rank has whole, on the parameter's device; never the same storage."""
-    moved = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):
-        return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return moved.clone()
+        mesh = parameter.device_mesh
+        near = distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        return near.to(parameter.device)
+    return tensor.to(parameter.device, copy=True)
 
 
 class Probe:

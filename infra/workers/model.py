@@ -159,20 +159,23 @@ class ModelWorker:
         """
         self.memory.begin("load")
         folder = Path(checkpoint) / "model" if checkpoint else Path(initial)
-        remote = self.config.actor_rollout_ref.model.trust_remote_code
+        parts = self.config.actor_rollout_ref
+        remote = parts.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, trust_remote_code=remote)
         self.stop_ids = stop_ids(self.tokenizer, folder)
-        dtype = self.config.actor_rollout_ref.actor.fsdp_config.dtype
-        if self.mesh is None and dtype != "float32":  # the weights that are served and saved are float32
+        fsdp = parts.actor.fsdp_config
+        # the weights that are served and saved are float32, and on the device
+        if self.mesh is None and (fsdp.dtype != "float32" or fsdp.param_offload):
             self.mesh = alone(self.device)
-        recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        recompute = parts.model.enable_gradient_checkpointing
         self.folder = folder
-        self.adapted = self.config.actor_rollout_ref.model.lora_rank > 0
+        self.adapted = parts.model.lora_rank > 0
         self.policy = self._load_adapted(Path(initial), checkpoint) if self.adapted else self._load_model(folder)
-        policy = self._spread(TokenScorer(self.policy), recompute)
+        policy = self._spread(TokenScorer(self.policy), recompute, fsdp.param_offload)
         self.reference: TokenScorer | None = None
         if self.config.needs_reference and not self.adapted:
-            self.reference = self._spread(TokenScorer(self._load_model(Path(initial))), recompute=False)
+            reference = TokenScorer(self._load_model(Path(initial)))
+            self.reference = self._spread(reference, recompute=False, offload=parts.ref.fsdp_config.param_offload)
         self.vocab_limit = min(len(self.tokenizer), self.policy.config.vocab_size)
         self.train_engine = TorchTrainEngine(policy, self.config, self.plan, self.vocab_limit)
         self.rollout_engine = self._engine(folder)
@@ -181,7 +184,7 @@ class ModelWorker:
             place = Path(checkpoint) / "critic" if checkpoint else Path(critic or initial)
             model = load_critic(place, device=self.device, trust_remote_code=remote)
             own = self.config.critic.model.enable_gradient_checkpointing
-            self._spread(model, recompute if own is None else own)
+            self._spread(model, recompute if own is None else own, self.config.critic.fsdp.param_offload)
             self.critic = CriticEngine(model, self.config, self.plan)
         self.limits = self._new_limits(divisors or {})
         self._seed()
@@ -228,12 +231,17 @@ class ModelWorker:
             use_liger(model, self.device)
         return model
 
-    def _spread(self, model: Module, recompute: bool) -> Module:
-        """Make a model ready for its passes: in shards over the ranks, or whole where this is the only one."""
+    def _spread(self, model: Module, recompute: bool, offload: bool) -> Module:
+        """Make a model ready for its passes: in shards over the ranks, or whole where this is the only one.
+
+        Offloaded, it is in shards anyway, those of this rank alone.
+        """
         if recompute:
             recompute_blocks(model)
-        if self.mesh is not None:
-            shard(model, self.mesh, getattr(torch, self.config.actor_rollout_ref.actor.fsdp_config.dtype))
+        mesh = self.mesh or (alone(self.device) if offload else None)
+        if mesh is not None:
+            dtype = getattr(torch, self.config.actor_rollout_ref.actor.fsdp_config.dtype)
+            shard(model, mesh, dtype, offload=offload)
         return model
 
     def warm_start(self, examples: WorkedExamples, out: str) -> dict[str, float]:
@@ -395,9 +403,9 @@ class ModelWorker:
         run goes on.
         """
         weights = gathered_merged_state(self.policy) if self.adapted else gathered_state(self.policy)
-        actor = weights, self.train_engine.optimizer_state()
+        actor = weights, self.train_engine.optimizer.state()
         adapter = adapter_state(self.policy) if self.adapted else None
-        critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer_state())
+        critic = self.critic and (gathered_state(self.critic.critic), self.critic.optimizer.state())
         if self.rank == 0:
             once_more("checkpoint", lambda: self._save(Path(out), actor, adapter, critic))
         return {}
@@ -463,11 +471,11 @@ class ModelWorker:
 
     def _restore(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        self.train_engine.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
+        self.train_engine.optimizer.load(load_file(folder / "optimizer.safetensors"))
         self.train_engine.version = state["version"]
         self.train_engine.optimizer_steps = state["optimizer_steps"]
         if self.critic is not None:
-            self.critic.load_optimizer_state(load_file(folder / "critic_optimizer.safetensors"))
+            self.critic.optimizer.load(load_file(folder / "critic_optimizer.safetensors"))
             self.critic.version = state["version"]
             self.critic.optimizer_steps = state["critic_optimizer_steps"]
         generators = load_file(folder / "rng.safetensors")

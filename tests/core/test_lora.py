@@ -97,7 +97,7 @@ def test_a_fresh_adapter_changes_nothing_and_only_it_is_trained(
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
     changed = [name for name, tensor in trained.weights() if not torch.equal(tensor, dict(plain.weights())[name])]
     assert len(changed) == 2 * 7 and all("_proj.weight" in name for name in changed)  # two layers of seven
-    assert {name.rpartition(".")[0] for name in trained.optimizer_state()} == {
+    assert {name.rpartition(".")[0] for name in trained.optimizer.state()} == {
         name for name in after if ".lora_" in name
     }
 
@@ -156,7 +156,7 @@ def test_passes_in_bfloat16_train_an_adapter_in_float32(
     found, expected = rounded.update(batch, 1), exact.update(batch, 1)
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.05)
     assert found["actor/grad_norm"] > 0
-    assert {tensor.dtype for tensor in (*copied(rounded).values(), *rounded.optimizer_state().values())} == {
+    assert {tensor.dtype for tensor in (*copied(rounded).values(), *rounded.optimizer.state().values())} == {
         torch.float32
     }
 

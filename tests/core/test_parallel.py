@@ -67,7 +67,7 @@ def test_passes_in_bfloat16_leave_weights_and_optimizer_in_float32(
     expected, found = exact.update(batch, 1), rounded.update(batch, 1)
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.05)
     assert {tensor.dtype for _, tensor in rounded.weights()} == {torch.float32}
-    assert {tensor.dtype for tensor in rounded.optimizer_state().values()} == {torch.float32}
+    assert {tensor.dtype for tensor in rounded.optimizer.state().values()} == {torch.float32}
 
 
 def test_a_critic_in_bfloat16_gives_float32_values_near_the_exact_ones(
@@ -147,8 +147,8 @@ def test_the_fused_optimizer_goes_on_from_a_state_that_either_wrote(
 
     def trained(fused: bool) -> TorchTrainEngine:
         made = sharded(char_llama, tmp_path, mesh, torch.float32) if in_shards else engine(char_llama, tmp_path)
-        made.fused = fused
-        made.load_optimizer_state({})
+        made.optimizer.fused = fused
+        made.optimizer.load({})
         return made
 
     ended: list[torch.Tensor] = []
@@ -156,9 +156,9 @@ def test_the_fused_optimizer_goes_on_from_a_state_that_either_wrote(
         one, two = trained(first), trained(second)
         one.update(batch, 1)
         two.model.load_state_dict(one.model.state_dict())
-        two.load_optimizer_state(one.optimizer_state())
+        two.optimizer.load(one.optimizer.state())
         two.update(batch, 2)
-        assert two.optimizer.defaults["fused"] is second
+        assert two.optimizer.parts[0].defaults["fused"] is second
         ended.append(weights(two))
     for found in ended[1:]:
         torch.testing.assert_close(found, ended[0], atol=1e-6, rtol=0)

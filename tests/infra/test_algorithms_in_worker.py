@@ -195,7 +195,7 @@ def test_a_saved_worker_goes_on_bit_by_bit(char_llama: Path, tmp_path: Path) -> 
     assert unbroken.critic is not None and resumed.critic is not None
     for (name, left), (_, right) in zip(unbroken.critic.weights(), resumed.critic.weights(), strict=True):
         assert torch.equal(left, right), name
-    states = [made.critic.optimizer_state() for made in (unbroken, resumed) if made.critic is not None]
+    states = [made.critic.optimizer.state() for made in (unbroken, resumed) if made.critic is not None]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 

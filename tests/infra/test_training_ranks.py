@@ -34,6 +34,12 @@ LORA = {
     f"{ACTOR}.use_kl_loss": True,
     "actor_rollout_ref.rollout.max_num_seqs": 8,
 }
+MUON = GRPO | {f"{ACTOR}.optim.optimizer": "Muon"}
+OFFLOAD = {
+    f"{ACTOR}.fsdp_config.param_offload": True,
+    "critic.fsdp.optimizer_offload": True,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+}
 ADAPTER = ("adapter/adapter_model.safetensors",)
 
 
@@ -50,7 +56,9 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.fixture(scope="module", params=[GRPO, PPO, BY_TOKENS, BFLOAT16], ids=["grpo", "ppo", "by-tokens", "bf16"])
+@pytest.fixture(
+    scope="module", params=[GRPO, PPO, BY_TOKENS, BFLOAT16, MUON], ids=["grpo", "ppo", "by-tokens", "bf16", "muon"]
+)
 def alone(
     request: pytest.FixtureRequest, char_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], list[dict[str, float]]]:
@@ -111,7 +119,33 @@ def test_a_checkpoint_is_the_same_at_any_number_of_processes(char_llama: Path, t
     assert all(close(a, b) for found in losses[1:] for a, b in zip(found, losses[0], strict=True)), losses
 
 
-@pytest.mark.parametrize("extra", [{}, BFLOAT16], ids=["float32", "bf16"])
+def test_ranks_with_weights_and_state_on_the_host_train_as_one_without(char_llama: Path, tmp_path: Path) -> None:
+    """PPO with a reference: two steps by one process; by two, offloaded; the second again, one from the other's."""
+    settings = PPO | MUON | {"critic.optim.optimizer": "Muon", f"{ACTOR}.ppo_epochs": 1}
+    names = TENSORS + CRITIC
+    plain = Spec(world=1, model=str(char_llama), folder=str(tmp_path / "1"), steps=[1, 2], settings=settings)
+    expected = run(plain)
+    saved = tensors(tmp_path / "1" / "2" / "saved", names)
+    assert any(name.endswith(".momentum_buffer") for name in saved)
+    for world in (1, 2):
+        folder = tmp_path / f"offloaded-{world}"
+        spec = Spec(
+            world=world, model=str(char_llama), folder=str(folder), steps=[1, 2], settings=settings | OFFLOAD
+        )  # fmt: skip
+        for before, after in zip(expected, run(spec), strict=True):
+            for key in ("actor/loss", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+                assert close(after[key], before[key]), key
+        torch.testing.assert_close(tensors(folder / "2" / "saved", names), saved, atol=1e-5, rtol=1e-5)
+        again = Spec(
+            world=1, model=str(char_llama), folder=str(folder / "again"), steps=[2], settings=settings,
+            checkpoint=str(folder / "1" / "saved"), redo=str(folder / "2" / "advantage"),
+        )  # fmt: skip
+        run(again)
+        ended = (tensors(place / "2" / "saved", names) for place in (folder / "again", folder))
+        torch.testing.assert_close(*ended, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("extra", [{}, BFLOAT16, {f"{ACTOR}.optim.optimizer": "Muon"}], ids=["float32", "bf16", "muon"])
 def test_an_adapter_is_trained_and_resumed_alike_by_one_and_by_two(
     char_llama: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
