@@ -129,9 +129,7 @@ def test_ranks_with_weights_and_state_on_the_host_train_as_one_without(char_llam
     assert any(name.endswith(".momentum_buffer") for name in saved)
     for world in (1, 2):
         folder = tmp_path / f"offloaded-{world}"
-        spec = Spec(
-            world=world, model=str(char_llama), folder=str(folder), steps=[1, 2], settings=settings | OFFLOAD
-        )  # fmt: skip
+        spec = Spec(world=world, model=str(char_llama), folder=str(folder), steps=[1, 2], settings=settings | OFFLOAD)
         for before, after in zip(expected, run(spec), strict=True):
             for key in ("actor/loss", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
                 assert close(after[key], before[key]), key
@@ -145,7 +143,10 @@ def test_ranks_with_weights_and_state_on_the_host_train_as_one_without(char_llam
         torch.testing.assert_close(*ended, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("extra", [{}, BFLOAT16, {f"{ACTOR}.optim.optimizer": "Muon"}], ids=["float32", "bf16", "muon"])
+MUON_OFFLOADED = {f"{ACTOR}.optim.optimizer": "Muon", f"{ACTOR}.fsdp_config.param_offload": True}
+
+
+@pytest.mark.parametrize("extra", [{}, BFLOAT16, MUON_OFFLOADED], ids=["float32", "bf16", "muon-offloaded"])
 def test_an_adapter_is_trained_and_resumed_alike_by_one_and_by_two(
     char_llama: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
