@@ -12,7 +12,7 @@ import pytest
 from moonshift.core.config import config_from_json, to_json, to_yaml
 from moonshift.core.errors import StageError
 from moonshift.infra import preemption
-from moonshift.infra.attempt import _ending, _tracking
+from moonshift.infra.ending import ending, tracking
 from moonshift.infra.ledger import RunState
 from moonshift.infra.preemption import noted_signals
 from moonshift.infra.run_config import note_config
@@ -212,7 +212,7 @@ def _attempt(small: Small, body: Any) -> RunState:
     tracker = Tracker(small.ledger, small.lease, small.config, small.home)
     preemption.forget()
     try:
-        with noted_signals(), _ending(small.ledger, small.lease), _tracking(tracker):
+        with noted_signals(), ending(small.ledger, small.lease), tracking(tracker):
             body()
     except (StageError, SystemExit, preemption.Preempted, Cancelled):
         pass
