@@ -16,19 +16,12 @@ from moonshift.infra.ending import ending, tracking
 from moonshift.infra.ledger import RunState
 from moonshift.infra.preemption import noted_signals
 from moonshift.infra.run_config import note_config
-from moonshift.infra.server_programs import mlflow_program
-from moonshift.infra.services import StandingServer
 from moonshift.infra.tracking import LONGEST_PARAMETER, Tracker, sync
 
 from .faulty_http import FaultyServer, faulty_server
-from .small_run import RUN, Make, Small, maker
+from .small_run import RUN, Make, Small
 
 OUTAGES = ("refuse", "error", "hang")
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    return maker(tmp_path)
 
 
 @pytest.fixture
@@ -36,17 +29,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product's own settings, the waits a tenth."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-
-
-@pytest.fixture(scope="module")
-def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """host:port of a real MLflow server."""
-    home = tmp_path_factory.mktemp("mlflow")
-    program = mlflow_program(f"sqlite:///{home / 'mlflow.db'}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ARTIFACTS_DESTINATION", str(home / "artifacts"))  # by default the working folder
-        with StandingServer(home, program=program) as server:
-            yield server.wait_ready().removeprefix("http://")
 
 
 @pytest.fixture
