@@ -137,7 +137,8 @@ class Tracker:
         self.artifacts: list[Artifact] = []
         self._status = "FINISHED"
         self.error: str | None = None
-        self._opened = False
+        self.opened = False
+        """whether MLflow has its run and knows that it goes on"""
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
 
     def start(self) -> None:
@@ -188,10 +189,10 @@ class Tracker:
                 return
 
     def _send(self, closing: bool) -> None:
-        if not self._opened:
+        if not self.opened:
             self._ledger.set_mlflow_run_id(self._lease, self._sender.open())
             self._sender.set_status("RUNNING")
-            self._opened = True
+            self.opened = True
         self._sender.send()
         if closing:
             self._sender.send_artifacts(self.artifacts)
