@@ -1,6 +1,7 @@
 """SIGTERM while another process has locked the ledger: the run is gone in time, and goes on when it is asked to."""
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from moonshift.infra.ledger import Ledger, RunState
 
 from ..infra.ledger_rows import locked_by_another
-from .conftest import start, train
+from .conftest import command, environment_of, start, train
 
 pytestmark = pytest.mark.slow
 RUN = "quickstart-0001"
@@ -33,6 +34,15 @@ def metrics(ledger: Ledger) -> list[tuple[int, str, list[tuple[str, str]]]]:
         for record in ledger.stages(RUN)
         if record.name != "checkpoint"  # its size is that of its config too, which says another grace period
     )
+
+
+def said(home: Path, server: dict[str, str], *arguments: str) -> str:
+    """What a command printed that went well."""
+    done = subprocess.run(
+        command(*arguments), env=environment_of(home, server), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_locked_ledger_does_not_outlast_the_grace_period(
@@ -62,3 +72,6 @@ def test_a_locked_ledger_does_not_outlast_the_grace_period(
         assert [attempt.state for attempt in ledger.attempts(RUN)] == ["CRASHED", "COMPLETED"]
         with Ledger.open(f"sqlite:///{unbroken[0] / 'ledger.db'}") as other:
             assert metrics(ledger) == metrics(other)
+        assert "is whole" in said(home, server, "verify", RUN)
+        assert f"forked from {RUN}@4" in said(home, server, "fork", RUN, "--at-step", "4", "--no-start")
+        assert "after quickstart-0001@4" in said(home, server, "verify", "quickstart-0002")
