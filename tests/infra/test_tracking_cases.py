@@ -126,6 +126,23 @@ def test_waiting_for_mlflow_takes_less_than_a_twentieth_of_a_core(make: Make, fa
     assert cost < 0.05
 
 
+def test_after_a_signal_a_server_that_hangs_is_waited_for_within_the_grace_period_only(make: Make) -> None:
+    with faulty_server("127.0.0.1:9") as hanging:
+        hanging.fail("hang")
+        small = make(tracking__mlflow_uri=hanging.uri, tracking__flush_timeout_s=60, recovery__grace_s=1)
+        tracker = Tracker(small.ledger, small.lease, small.config, small.home)
+        tracker.start()
+        _until(lambda: hanging.asked > 0)
+        try:
+            with pytest.raises(preemption.Preempted), noted_signals():
+                _signal()
+            began = time.monotonic()
+            assert not tracker.close(RunState.PREEMPTED)
+            assert time.monotonic() - began < 1 + preemption.LAST_WORD_S + 1
+        finally:
+            preemption.forget()
+
+
 def _until(holds: Any, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
