@@ -57,7 +57,7 @@ def clear_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(128 + error.number) from error
 
 
-_GO_ON = "What was committed is kept; a run that had begun is PREEMPTED and goes on with --resume."
+_GO_ON = "What was committed is kept; a run that had begun goes on with --resume."
 
 
 def _without_traceback(message: str) -> str:

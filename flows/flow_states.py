@@ -33,6 +33,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 from moonshift.core.errors import MoonshiftError
 from moonshift.infra.home import ledger_url
 from moonshift.infra.ledger import FLOW_SETTLED, AttemptRecord, AttemptState, Ledger
+from moonshift.infra.preemption import received
 
 log = logging.getLogger(__name__)
 UNANSWERED = (httpx.HTTPError, ObjectNotFound)
@@ -98,8 +99,10 @@ def settle(ledger: Ledger, url: str, timeout_s: float = 0.0) -> bool:
 
 def settle_ledger(url: str, timeout_s: float = 0.0) -> bool:
     """`settle` with this home's ledger; a ledger that cannot be read or written settles nothing, and says so."""
+    # whoever sent a signal does not wait for a ledger that is locked
+    lock_s, retry_s = (30.0, 60.0) if received() is None else (1.0, 0.0)
     try:
-        with Ledger.open(ledger_url()) as ledger:
+        with Ledger.open(ledger_url(), busy_timeout_s=lock_s, retry_s=retry_s) as ledger:
             return settle(ledger, url, timeout_s)
     except MoonshiftError as error:
         log.warning("the Prefect server is not told how runs ended: %s", error)

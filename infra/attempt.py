@@ -10,18 +10,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import Signals
 from typing import Any, Protocol
 
 import psutil
 
 from moonshift.core.config import config_from_json as read_config
-from moonshift.core.config import config_hash, identity_hash, mask, resume_diff, to_json
+from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
 from moonshift.core.config.schema import Config
-from moonshift.core.errors import CheckpointError, ConfigError, LedgerError, MoonshiftError, StorageError
+from moonshift.core.errors import CheckpointError, ConfigError, LedgerError
 from moonshift.core.types import StageRef
 
 from . import preemption, snapshots
@@ -29,6 +28,7 @@ from .cluster import cluster
 from .commits import Commits
 from .data_record import record_data
 from .draws import SELECT, Draws, Run
+from .ending import ending, tracking
 from .files import (
     clear_folder,
     clear_leftovers,
@@ -42,7 +42,7 @@ from .files import (
 from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
 from .kl_weight import kl_weight
-from .ledger import Lease, Ledger, NewRun, RunRecord, RunState, SampleRow, StageCommit
+from .ledger import Lease, Ledger, NewRun, RunRecord, SampleRow, StageCommit
 from .origin import origin_of, settle
 from .orphans import end_orphans, noted_processes
 from .preemption import noted_signals
@@ -295,23 +295,24 @@ def open_attempt(
     """
     prepared = prepare(config_path, overrides)
     with ExitStack() as stack:
-        ledger = Ledger.open(ledger_url())
+        recovery = prepared.config.recovery
+        ledger = Ledger.open(ledger_url(), seconds_left=lambda: preemption.seconds_left(recovery.grace_s))
         stack.callback(ledger.close)
         run = _find_or_create(ledger, prepared, resume)
-        lease = ledger.acquire(run.run_id, lease_s=prepared.config.recovery.lease_s, flow_run_id=flow_run_id)
+        lease = ledger.acquire(run.run_id, lease_s=recovery.lease_s, flow_run_id=flow_run_id)
         stack.enter_context(noted_signals())
-        stack.enter_context(_ending(ledger, lease))
-        stack.enter_context(heartbeat(ledger, lease, prepared.config.recovery.lease_s))
+        stack.enter_context(ending(ledger, lease))
+        stack.enter_context(heartbeat(ledger, lease, recovery.lease_s))
         _note_beginning(ledger, lease, run, prepared)
         attempt = Attempt(prepared, ledger, lease, listener)
         attempt.folder.mkdir(parents=True, exist_ok=True)
         clear_leftovers(attempt.checkpoints)
         clear_uncommitted(ledger, lease)
         attempt.tracker = Tracker(ledger, lease, prepared.config, home())
-        stack.enter_context(_tracking(attempt.tracker))
+        stack.enter_context(tracking(attempt.tracker))
         end_orphans(run.run_id)
         stack.enter_context(noted_processes(run.run_id))
-        stack.enter_context(cluster(prepared.config.recovery.start_timeout_s))
+        stack.enter_context(cluster(recovery.start_timeout_s))
         attempt.start_workers()
         stack.callback(lambda: attempt.roles.stop())  # those of the end, not of the start
         stack.enter_context(attempt.commits)
@@ -351,45 +352,3 @@ def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunReco
             steps_planned=prepared.plan.steps,
         )
     )
-
-
-def _state_after(error: BaseException | None) -> RunState:
-    """How an attempt ended by what left it: PREEMPTED after a signal, whatever its exception has become, or a
-    cancellation; PAUSED where space is missing; FAILED after an error or an exit; else COMPLETED."""
-    if error is None:
-        return RunState.COMPLETED
-    if preemption.received() is not None:
-        return RunState.PREEMPTED
-    if isinstance(error, StorageError):
-        return RunState.PAUSED
-    return RunState.FAILED if isinstance(error, Exception | SystemExit) else RunState.PREEMPTED
-
-
-@contextmanager
-def _ending(ledger: Ledger, lease: Lease) -> Iterator[None]:
-    """Write how the attempt ended; secrets in an error are not kept."""
-    try:
-        yield
-    except BaseException as error:
-        number = preemption.received()
-        reason = mask("error", f"{type(error).__name__}: {error}") if number is None else Signals(number).name
-        # the first error is the one to show, and the ledger may be on the very disk that is full
-        with suppress(MoonshiftError):
-            ledger.release(lease, _state_after(error), reason)
-        raise
-    else:
-        ledger.release(lease, RunState.COMPLETED)
-
-
-@contextmanager
-def _tracking(tracker: Tracker) -> Iterator[None]:
-    """Start the sender, and end the MLflow run as what the attempt was."""
-    tracker.start()
-    ended: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        ended = error
-        raise
-    finally:
-        tracker.close(_state_after(ended))

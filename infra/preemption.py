@@ -3,16 +3,23 @@
 A signal raises in the middle of whatever runs, and a library may turn that exception into another one, or drop it. So
 every decision about how an attempt ended reads the note: the state in the ledger, the exit code, and the check before
 each stage. SIGTERM lets a stage end within its grace period (`patient`); Ctrl-C, and a second signal, do not wait.
+
+Whoever sent it ends the process by force when the grace period is over: whatever is waited for on the way out, a ledger
+that is locked or a server that hangs, is waited for no longer than `seconds_left`.
 """
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST_WORD_S = 3.0
+"""Seconds, after a stage was abandoned, to write how the attempt ended."""
 
 
 class Preempted(BaseException):
@@ -31,6 +38,10 @@ class _Note:
     """seconds that what goes on may still take"""
     waiting: bool = False
     """whether it is being let end"""
+    at: float = 0.0
+    """time.monotonic() of the signal that counts: the second one, where it cut the waiting short"""
+    patiently: bool = False
+    """whether it was a SIGTERM alone"""
 
 
 class _Noting:
@@ -47,6 +58,7 @@ class _Noting:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _Note.number is not None and not _Note.waiting:
             return  # what is being cleaned up is not interrupted again
+        _Note.at, _Note.patiently = time.monotonic(), _Note.number is None and number == signal.SIGTERM
         _Note.number = _Note.number or number
         if number == signal.SIGTERM and _Note.grace_s > 0 and not _Note.waiting:
             _Note.waiting = True
@@ -71,6 +83,14 @@ def check() -> None:
     """Raises Preempted where a signal was received, even if its exception was lost."""
     if _Note.number is not None:
         raise Preempted(_Note.number)
+
+
+def seconds_left(grace_s: float) -> float:
+    """Seconds within which a process that was asked to end has to be done, infinity where it was not; `grace_s`: those
+    that SIGTERM allows."""
+    if _Note.number is None:
+        return math.inf
+    return _Note.at + (grace_s if _Note.patiently else 0.0) + LAST_WORD_S - time.monotonic()
 
 
 def forget() -> None:

@@ -19,6 +19,7 @@ from moonshift.core.config.schema import Config
 from moonshift.core.errors import ConfigError, MoonshiftError, ServiceError
 
 from .ledger import Lease, Ledger, MetricPoint, RunRecord, RunState
+from .preemption import LAST_WORD_S, seconds_left
 from .run_config import config_changes
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Tracker:
 
     def __init__(self, ledger: Ledger, lease: Lease, config: Config, home: Path) -> None:
         self._ledger, self._lease = ledger, lease
-        self._settings = config.tracking
+        self._settings, self._grace_s = config.tracking, config.recovery.grace_s
         self._sender = Sender(ledger, ledger.run(lease.run_id), config, home)
         self.uri = self._sender.uri
         self._wake = threading.Event()
@@ -136,7 +137,8 @@ class Tracker:
         self.artifacts: list[Artifact] = []
         self._status = "FINISHED"
         self.error: str | None = None
-        self._opened = False
+        self.opened = False
+        """whether MLflow has its run and knows that it goes on"""
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
 
     def start(self) -> None:
@@ -151,15 +153,16 @@ class Tracker:
     def close(self, state: RunState) -> bool:
         """Send what is left, then `artifacts`, and end the MLflow run as FINISHED, FAILED or KILLED.
 
-        Waits for the flush deadline at most. Returns whether everything was delivered; what was not stays in the
-        ledger's outbox.
+        Waits for the flush deadline at most, and after a signal for what is left of the grace period. Returns whether
+        everything was delivered; what was not stays in the ledger's outbox.
         """
         if not self._settings.enabled:
             return True
         self._status = shown_status(state)
         self._closing.set()
         self._wake.set()
-        self._thread.join(self._settings.flush_timeout_s)
+        left_s = max(LAST_WORD_S, seconds_left(self._grace_s))
+        self._thread.join(min(self._settings.flush_timeout_s, left_s))
         return not self._thread.is_alive() and self.error is None
 
     def _work(self) -> None:
@@ -186,10 +189,10 @@ class Tracker:
                 return
 
     def _send(self, closing: bool) -> None:
-        if not self._opened:
+        if not self.opened:
             self._ledger.set_mlflow_run_id(self._lease, self._sender.open())
             self._sender.set_status("RUNNING")
-            self._opened = True
+            self.opened = True
         self._sender.send()
         if closing:
             self._sender.send_artifacts(self.artifacts)

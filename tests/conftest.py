@@ -55,3 +55,17 @@ def char_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     cache = tmp_path_factory.mktemp("models")
     return resolve_model("builtin:char-llama", override_config=settings, seed=3, cache=cache)
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """host:port of a real MLflow server."""
+    from moonshift.infra.server_programs import mlflow_program
+    from moonshift.infra.services import StandingServer
+
+    home = tmp_path_factory.mktemp("mlflow")
+    program = mlflow_program(f"sqlite:///{home / 'mlflow.db'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ARTIFACTS_DESTINATION", str(home / "artifacts"))  # by default the working folder
+        with StandingServer(home, program=program) as server:
+            yield server.wait_ready().removeprefix("http://")

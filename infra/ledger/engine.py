@@ -34,6 +34,8 @@ VERSION_TABLE = "alembic_version_ledger"
 """not Alembic's default, which MLflow uses"""
 
 _READ_ONLY = "moonshift_read_only"
+_IN_SLICES = "moonshift_in_slices"
+_SLICE_S = 0.5
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATE_LOCK_S = 120.0
 # Any fixed numbers: all Moonshift processes must name the same locks.
@@ -89,6 +91,14 @@ def open_engine(url: str, *, busy_timeout_s: float) -> Engine:
 def read_only(engine: Engine) -> Engine:
     """The same pool for transactions that only read, and so never wait for a writer."""
     return engine.execution_options(**{_READ_ONLY: True})
+
+
+def in_slices(engine: Engine) -> Engine:
+    """The same pool for transactions that wait half a second for a lock, and are begun again by who began them.
+
+    The database's own wait hears nothing of a signal, or of a deadline that was set meanwhile.
+    """
+    return engine.execution_options(**{_IN_SLICES: True})
 
 
 def migrate(engine: Engine) -> None:
@@ -157,8 +167,10 @@ def _listen_sqlite(engine: Engine, busy_timeout_s: float) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        reads = connection.get_execution_options().get(_READ_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+        options = connection.get_execution_options()
+        wait_s = min(busy_timeout_s, _SLICE_S) if options.get(_IN_SLICES) else busy_timeout_s
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={int(wait_s * 1000)}")
+        connection.exec_driver_sql("BEGIN" if options.get(_READ_ONLY) else "BEGIN IMMEDIATE")
 
 
 def _connect_arguments(url: URL) -> dict[str, int]:
@@ -183,6 +195,12 @@ def _listen_postgres(engine: Engine, busy_timeout_s: float) -> None:
             cursor.execute(f"SET {setting} = {max(1, int(value * 1000))}")  # 0 would mean without end
         cursor.close()
         connection.commit()  # else the first roll-back takes them back
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        if connection.get_execution_options().get(_IN_SLICES):
+            wait_s = min(busy_timeout_s, _SLICE_S)
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, int(wait_s * 1000))}")
 
 
 def _lock_postgres(connection: Connection, key: int) -> None:

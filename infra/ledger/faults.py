@@ -13,6 +13,11 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from moonshift.core.errors import CommitUnknownError, LedgerAwayError, LedgerError, StorageError
 
+
+class LockedError(LedgerAwayError):
+    """Another process held a lock for as long as one try waits: nothing was done, and the next try may get it."""
+
+
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _NOT_A_LEDGER = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 _DISK_FAULTS = (
@@ -54,7 +59,8 @@ def ledger_errors(engine: Engine, *, committing: bool = False) -> Iterator[None]
     Raises:
         StorageError: the disk is at fault.
         CommitUnknownError: the connection was lost over the COMMIT.
-        LedgerAwayError: locked, or not to be reached: it may pass.
+        LockedError: locked for longer than this connection waits.
+        LedgerAwayError: not to be reached: it may pass.
         LedgerError: everything else.
     """
     try:
@@ -144,8 +150,8 @@ def _told_server(engine: Engine, error: DBAPIError) -> LedgerError | StorageErro
     return None
 
 
-def _locked(engine: Engine, error: DBAPIError) -> LedgerAwayError:
-    return LedgerAwayError(
+def _locked(engine: Engine, error: DBAPIError) -> LockedError:
+    return LockedError(
         f"ledger {where(engine)} is locked by another process for longer than the time-out ({_reason(error)}). "
         f"{KEPT_NOTHING}; end the process that holds it and try again."
     )

@@ -4,9 +4,10 @@ Every write is one transaction. Every write that belongs to an attempt checks th
 transaction, so a stage is either committed with its metrics and samples by the run's owner, or not at all.
 """
 
+import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +36,7 @@ from .reader import LedgerReader, last_contiguous, run_record
 from .records import CheckpointRecord, Lease, NewRun, RunRecord, StageCommit, finite_json
 from .rows import checkpoint_row, outbox_values, sample_values, stage_row
 from .states import CheckpointState, RunState, StepState
-from .transactions import Transactions, never_found
+from .transactions import Patience, Transactions, never_found
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # longer than a name: its number is in it
@@ -50,13 +51,20 @@ class Ledger(LedgerReader):
     """
 
     @classmethod
-    def open(cls, url: str, *, busy_timeout_s: float = 30.0, retry_s: float = 60.0) -> Self:
+    def open(
+        cls,
+        url: str,
+        *,
+        busy_timeout_s: float = 30.0,
+        retry_s: float = 60.0,
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ) -> Self:
         """Open the ledger at `url`, making or migrating it first.
 
         A write waits up to `busy_timeout_s` seconds for a lock. Whatever is asked or written later and meets a ledger
-        that is locked for longer or away is tried again for `retry_s` seconds; opening is not. Raises LedgerAwayError
-        (locked, no server), LedgerError (URL, driver, log-in, not a ledger, newer schema) or StorageError (folder or
-        file).
+        that is locked for longer or away is tried again for `retry_s` seconds; opening is not. Neither goes on when
+        `seconds_left` says 0. Raises LedgerAwayError (locked, no server), LedgerError (URL, driver, log-in, not a
+        ledger, newer schema) or StorageError (folder or file).
         """
         engine = open_engine(url, busy_timeout_s=busy_timeout_s)
         try:
@@ -64,7 +72,7 @@ class Ledger(LedgerReader):
         except BaseException:
             engine.dispose()
             raise
-        return cls(Transactions(engine, retry_s))
+        return cls(Transactions(engine, Patience(lock_s=busy_timeout_s, retry_s=retry_s, seconds_left=seconds_left)))
 
     def __enter__(self) -> Self:
         return self

@@ -351,6 +351,13 @@ MUTANTS = (
         tests=("tests/infra/test_preemption.py",),
     ),
     Mutant(
+        name="a locked ledger is waited for beyond the grace period",
+        file="infra/ledger/transactions.py",
+        old=" or self._patience.seconds_left() <= 0",
+        new="",
+        tests=("tests/infra/test_ledger_patience.py",),
+    ),
+    Mutant(
         name="a pass that only fills up counts",
         file="core/training/ranks.py",
         old="counts=place < len(cut))",

@@ -1,6 +1,11 @@
-"""A real HTTP server before another one, that can refuse connections, answer 500, hang, and heal, all at one port."""
+"""A real HTTP server before another one, that can refuse connections, answer 500, hang, and heal, all at one port.
+
+In a process of its own: `python -m tests.infra.faulty_http HOST:PORT`. It prints its address, then takes the words
+refuse, error, hang and heal from its standard input, one a line, and says each back once it is so.
+"""
 
 import http.client
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -87,3 +92,18 @@ def faulty_server(upstream: str) -> Iterator[FaultyServer]:
         yield server
     finally:
         server.close()
+
+
+def main() -> None:
+    with faulty_server(sys.argv[1]) as server:
+        print(server.uri, flush=True)
+        for line in sys.stdin:
+            word = line.strip()
+            server.heal()
+            if word != "heal":
+                server.fail(word)
+            print(word, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,13 @@
 
 import hashlib
 import shutil
-import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import Connection, CursorResult, Update, create_engine
 
 from moonshift.core.config import config_hash, identity_hash, load_config, to_json
 from moonshift.infra import snapshots
@@ -38,10 +40,12 @@ class Small:
     """A run made by hand, stage by stage, as an attempt makes it."""
 
     home: Path
-    ledger: Ledger
+    url: str
+    """of its ledger"""
     settings: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.ledger = Ledger.open(self.url)
         self.config = load_config(None, (), environ={}, code=self.settings).config
         self.ledger.create_run(
             NewRun(
@@ -156,23 +160,43 @@ class Small:
 
     def sql(self, statement: str) -> None:
         """Change the ledger behind its back."""
-        with sqlite3.connect(self.home / "ledger.db") as connection:
-            changed = connection.execute(statement).rowcount
-        assert changed > 0, statement
+        self._change(lambda connection: connection.exec_driver_sql(statement))
+
+    def update(self, statement: Update) -> None:
+        """The same for what databases say in different words."""
+        self._change(lambda connection: connection.execute(statement))
+
+    def _change(self, work: Callable[[Connection], CursorResult[Any]]) -> None:
+        engine = create_engine(self.url)
+        with engine.begin() as connection:
+            assert work(connection).rowcount > 0
+        engine.dispose()
 
     def found(self) -> list[tuple[Kind, str]]:
         return [(finding.kind, str(finding)) for finding in verify(self.ledger, RUN, self.home)]
 
 
 Make = Callable[..., Small]
+NewLedger = Callable[[Path], str]
+"""URL of an empty ledger for a home."""
 
 
-def maker(folder: Path) -> Make:
+def in_home(home: Path) -> str:
+    """Where a home's ledger is by default."""
+    return f"sqlite:///{home / 'ledger.db'}"
+
+
+@contextmanager
+def maker(folder: Path, new_ledger: NewLedger = in_home) -> Iterator[Make]:
     """Makes runs, each in a home of its own below `folder`; `data__val_files=…` changes a key of the config."""
+    with ExitStack() as ledgers:
 
-    def made(**changes: Any) -> Small:
-        home = folder / f"home-{len(list(folder.iterdir()))}"
-        settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
-        return Small(home=home, ledger=Ledger.open(f"sqlite:///{home / 'ledger.db'}"), settings=settings)
+        def made(**changes: Any) -> Small:
+            home = folder / f"home-{len(list(folder.iterdir()))}"
+            settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
+            small = Small(home=home, url=new_ledger(home), settings=settings)
+            ledgers.enter_context(small.ledger)
+            home.mkdir(exist_ok=True)  # counts, wherever its ledger is
+            return small
 
-    return made
+        yield made

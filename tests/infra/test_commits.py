@@ -12,8 +12,9 @@ import pytest
 
 from moonshift.core.errors import CommitUnknownError, LeaseLostError, LedgerError, StorageError
 from moonshift.infra import snapshots
-from moonshift.infra.attempt import Attempt, StageOutput, _ending
+from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.commits import Commits
+from moonshift.infra.ending import ending
 from moonshift.infra.ledger import Lease, Ledger, NewRun, RunState, StageCommit
 from moonshift.infra.preflight import prepare
 from moonshift.infra.tracking import Tracker
@@ -173,7 +174,7 @@ def test_what_waits_is_committed_before_an_attempt_that_failed_gives_its_lease_b
     ledger: Ledger, lease: Lease, add: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(ledger, monkeypatch)
-    with pytest.raises(KeyError), _ending(ledger, lease), Commits(ledger, lease) as commits:
+    with pytest.raises(KeyError), ending(ledger, lease), Commits(ledger, lease) as commits:
         add(commits, 1)
         add(commits, 2)
         threading.Timer(0.3, gate.opened.set).start()
@@ -193,7 +194,7 @@ def test_a_run_whose_last_commit_failed_does_not_end_as_completed(
 
     for step in (1, 2, 3, 4):
         ledger.commit_step(lease, step, step)
-    with pytest.raises(type(error)), _ending(ledger, lease), Commits(ledger, lease) as commits:
+    with pytest.raises(type(error)), ending(ledger, lease), Commits(ledger, lease) as commits:
         commits.add(fails)
     assert ledger.run("run-0001").state is state
 
@@ -351,7 +352,7 @@ def test_what_could_not_be_flushed_does_not_stay_and_the_run_goes_on_when_mended
 
     checkpoint = snapshots.folder_of(attempt.checkpoints, 1)
     whole = {"stages/step-0001/rollout": "1", "stages/step-0002/rollout": "2", "checkpoints/step-000001": "c"}
-    with pytest.raises(raised), _ending(ledger, attempt.lease), attempt.commits:
+    with pytest.raises(raised), ending(ledger, attempt.lease), attempt.commits:
         attempt.stage(1, "rollout", (), _writes("1"))
         attempt.stage(1, "checkpoint", (), _seals("c"), checkpoint)
         attempt.stage(2, "rollout", (), _writes("2"))

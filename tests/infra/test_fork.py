@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from moonshift.core.config import config_from_json, identity_hash, load_config, resume_diff, to_json
 from moonshift.core.datasets.sampler import PromptSampler
@@ -23,6 +24,7 @@ from moonshift.infra.fork import make_fork
 from moonshift.infra.kl_weight import kl_weight
 from moonshift.infra.ledger import Ledger, NewRun, RunRecord, RunState
 from moonshift.infra.ledger.engine import open_engine
+from moonshift.infra.ledger.models import EventRow, RunRow, StageRow
 from moonshift.infra.origin import FORK, START, Origin, origin_of, settle
 from moonshift.infra.report import summarize
 from moonshift.infra.tracking import lineage_tags
@@ -59,9 +61,11 @@ class Forkable(Small):
 
 
 @pytest.fixture
-def parent(moonshift_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forkable:
+def parent(
+    moonshift_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ledger_url: str
+) -> Iterator[Forkable]:
     """Three of four steps; the checkpoint of step 2 is kept, and the initial policy was warmed up."""
-    monkeypatch.setenv("MOONSHIFT_LEDGER_URL", f"sqlite:///{moonshift_home / 'ledger.db'}")
+    monkeypatch.setenv("MOONSHIFT_LEDGER_URL", ledger_url)
     prompts = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     settings = SETTINGS | {
@@ -72,12 +76,11 @@ def parent(moonshift_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "actor_rollout_ref.model.override_config": TINY,
         "actor_rollout_ref.rollout.val_kwargs.n": 1,
     }
-    small = Forkable(
-        home=moonshift_home, ledger=Ledger.open(f"sqlite:///{moonshift_home / 'ledger.db'}"), settings=settings
-    )
-    small.stage(0, "warm_start")
-    small.begin()
-    return small
+    small = Forkable(home=moonshift_home, url=ledger_url, settings=settings)
+    with small.ledger:
+        small.stage(0, "warm_start")
+        small.begin()
+        yield small
 
 
 def runs_folder(small: Small) -> list[str]:
@@ -145,14 +148,8 @@ def test_a_fork_is_whole_on_its_way_and_when_its_parent_is_gone(parent: Forkable
 
 DAMAGE = {
     "delete from events where kind = 'fork'": (Kind.ORIGIN, "1 event(s) fork"),
-    "update runs set base_step = 1 where base_step": (Kind.ORIGIN, "base_step"),
-    "update runs set parent_run_id = id where base_step": (Kind.ORIGIN, "parent_run_id"),
-    "update events set detail = replace(detail, '\"data_position\": 4', '\"data_position\": 5') where kind = 'fork'": (
-        Kind.ORIGIN,
-        "epoch and offset",
-    ),
-    "update events set detail = replace(detail, '\"optimizer_steps\": 4', '\"optimizer_steps\": 3') "
-    "where kind = 'fork'": (Kind.ORIGIN, "optimizer steps of the parent"),
+    "update runs set base_step = 1 where base_step > 0": (Kind.ORIGIN, "base_step"),
+    "update runs set parent_run_id = id where base_step > 0": (Kind.ORIGIN, "parent_run_id"),
     "delete from steps where step = 3 and run_id = 'small-0002'": (Kind.STEPS, "step 3: expected a committed step"),
     "update steps set step = 2, policy_version = 2 where step = 3 and run_id = 'small-0002'": (
         Kind.STEPS,
@@ -167,10 +164,21 @@ DAMAGE = {
 def test_what_is_wrong_with_a_fork_is_named(parent: Forkable, statement: str) -> None:
     made = make_fork(parent.ledger, RUN, 2, ())
     go_on(parent, made)
-    with sqlite3.connect(parent.home / "ledger.db") as connection:
-        assert connection.execute(statement).rowcount > 0
+    parent.sql(statement)
     kind, words = DAMAGE[statement]
     assert any(each is kind and words in text for each, text in found(parent, made)), found(parent, made)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [("data_position", "epoch and offset"), ("optimizer_steps", "optimizer steps of the parent")]
+)
+def test_a_changed_event_of_a_fork_is_named(parent: Forkable, key: str, words: str) -> None:
+    made = make_fork(parent.ledger, RUN, 2, ())
+    go_on(parent, made)
+    [event] = parent.ledger.events(made.run_id, FORK)
+    changed = event.detail | {key: event.detail[key] + 1}
+    parent.update(update(EventRow).filter_by(run_id=made.run_id, kind=FORK).values(detail=changed))
+    assert any(kind is Kind.ORIGIN and words in text for kind, text in found(parent, made)), found(parent, made)
 
 
 def test_a_changed_initial_policy_or_first_checkpoint_is_named(parent: Forkable) -> None:
@@ -236,7 +244,7 @@ def killed_at(name: str, parent: Forkable, monkeypatch: pytest.MonkeyPatch) -> N
     number = os.fork()
     if number == 0:
         setattr(fork_module, name, lambda *_: os._exit(9))
-        with Ledger.open(f"sqlite:///{parent.home / 'ledger.db'}") as ledger:
+        with Ledger.open(parent.url) as ledger:
             make_fork(ledger, RUN, 2, ())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 9
@@ -291,8 +299,7 @@ def test_a_fork_of_a_fork_keeps_the_oldest_initial_policy_and_the_position(paren
 
 
 def test_another_seed_keeps_the_built_model_as_reference(parent: Forkable, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sqlite3.connect(parent.home / "ledger.db") as connection:
-        connection.execute("delete from stages where name = 'warm_start'")  # as if there had been none
+    parent.sql("delete from stages where name = 'warm_start'")  # as if there had been none
     same, other = (make_fork(parent.ledger, RUN, 2, changes) for changes in ((), ("run.seed=7",)))
     assert "initial" not in origin_of(parent.ledger, same).digests
     initial = origin_of(parent.ledger, other).initial(parent.home / "runs" / other.run_id)
@@ -338,12 +345,9 @@ def test_the_adaptive_kl_weight_goes_on_unless_it_was_given(parent: Forkable) ->
     assert kl_weight(parent.ledger, "other", config, START, 1) == 0.001
     assert kl_weight(parent.ledger, "other", config, Origin(step=2, kl_coef=0.5), 3) == 0.5
     assert kl_weight(parent.ledger, "other", parent.config, START, 1) is None
-    with sqlite3.connect(parent.home / "ledger.db") as connection:
-        connection.execute(
-            "update stages set metrics = json_set(metrics, '$.\"actor/reward_kl_penalty_coeff\"', 0.2, "
-            "'$.\"actor/reward_kl_penalty\"', 9.0) where step = 2 and name = 'advantage'"
-        )
-        connection.execute("update runs set config_json = ?", (to_json(config),))
+    metrics = {"actor/reward_kl_penalty_coeff": 0.2, "actor/reward_kl_penalty": 9.0}
+    parent.update(update(StageRow).filter_by(step=2, name="advantage").values(metrics=metrics))
+    parent.update(update(RunRow).values(config_json=to_json(config)))
     goes_on, begins = (make_fork(parent.ledger, RUN, 2, given) for given in ((), ("algorithm.kl_ctrl.kl_coef=0.001",)))
     origin = origin_of(parent.ledger, goes_on)
     assert origin.kl_coef == kl_weight(parent.ledger, RUN, config, START, 3) == pytest.approx(0.2 * (1 + 0.2 * 4 / 1e4))
@@ -395,15 +399,14 @@ def _values(new: NewRun) -> dict[str, Any]:
     return {name: getattr(new, name) for name in NewRun.__slots__}
 
 
-def test_a_ledger_of_the_first_schema_is_brought_up_with_its_runs(tmp_path: Path) -> None:
+def test_a_ledger_of_the_first_schema_is_brought_up_with_its_runs(ledger_url: str) -> None:
     from alembic import command
     from alembic.config import Config
 
     from moonshift.infra.ledger import engine as engine_module
     from moonshift.infra.ledger.models import LedgerModel
 
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    engine = open_engine(url, busy_timeout_s=5)
+    engine = open_engine(ledger_url, busy_timeout_s=5)
     config = Config()
     config.set_main_option("script_location", str(engine_module._MIGRATIONS))
     with engine.begin() as connection:
@@ -418,7 +421,7 @@ def test_a_ledger_of_the_first_schema_is_brought_up_with_its_runs(tmp_path: Path
             f"insert into runs ({columns}) values ('old-0001', 'old', 'FAILED', '{{}}', 'h', 0, 3, 0, 0, 0)"
         )
     engine.dispose()
-    with Ledger.open(url) as ledger:
+    with Ledger.open(ledger_url) as ledger:
         run = ledger.run("old-0001")
         assert (run.base_step, run.parent_run_id) == (0, None)
         assert ledger.latest_run("old", unfinished=True) == run

@@ -10,7 +10,7 @@ import pytest
 
 from moonshift.flows.termination import terminable
 from moonshift.infra import preemption
-from moonshift.infra.preemption import Preempted, noted_signals, patient
+from moonshift.infra.preemption import LAST_WORD_S, Preempted, noted_signals, patient
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +102,20 @@ def test_ctrl_c_does_not_wait() -> None:
     with pytest.raises(Preempted), terminable(), patient(30.0):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("Ctrl-C did not raise")
+
+
+def test_what_is_left_counts_from_the_signal_and_is_nothing_after_a_second_one_or_ctrl_c() -> None:
+    assert preemption.seconds_left(30.0) == float("inf")
+    with suppress(Preempted), terminable(), patient(30.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert 30.0 < preemption.seconds_left(30.0) < 30.0 + LAST_WORD_S
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert 0 < preemption.seconds_left(30.0) < LAST_WORD_S
+    preemption.forget()
+    with suppress(Preempted), terminable(), patient(30.0):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert 0 < preemption.seconds_left(30.0) < LAST_WORD_S
+    preemption.forget()
+    with suppress(Preempted), terminable():  # between two stages: it ends at once, and may take its time for it
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert 30.0 < preemption.seconds_left(30.0) < 30.0 + LAST_WORD_S

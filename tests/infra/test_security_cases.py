@@ -18,7 +18,7 @@ from moonshift.infra import snapshots
 from moonshift.infra.ledger import RunState
 from moonshift.infra.tracking import Tracker, sync
 
-from .small_run import RUN, maker
+from .small_run import RUN, Make
 from .test_snapshots import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,12 +100,12 @@ def test_the_search_for_loaders_sees_them(line: str) -> None:
 
 @pytest.mark.case("S03")
 def test_no_secret_reaches_ledger_mlflow_checkpoint_logs_or_errors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     kwargs = {"hub_token": SECRETS[0], "env": {"WANDB_API_KEY": SECRETS[2]}, "use_cls_token": True, "max_tokens": 4}
     uri = f"http://u:{SECRETS[1]}@127.0.0.1:9"
-    small = maker(tmp_path)(reward__kwargs=kwargs, tracking__mlflow_uri=uri, tracking__flush_timeout_s=5)
+    small = make(reward__kwargs=kwargs, tracking__mlflow_uri=uri, tracking__flush_timeout_s=5)
     with caplog.at_level(logging.DEBUG):
         small.begin()
         away = Tracker(small.ledger, small.lease, small.config, small.home)

@@ -3,7 +3,6 @@
 import json
 import sqlite3
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,7 @@ from moonshift.infra.ledger import Ledger, RunState
 from moonshift.infra.tracking import Tracker, sync
 from moonshift.infra.verification import Kind
 
-from .small_run import RUN, Make, maker
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    return maker(tmp_path)
+from .small_run import RUN, Make
 
 
 def test_sync_sends_what_is_left_once_and_ends_the_mlflow_run(make: Make) -> None:

@@ -12,23 +12,16 @@ import pytest
 from moonshift.core.config import config_from_json, to_json, to_yaml
 from moonshift.core.errors import StageError
 from moonshift.infra import preemption
-from moonshift.infra.attempt import _ending, _tracking
+from moonshift.infra.ending import ending, tracking
 from moonshift.infra.ledger import RunState
 from moonshift.infra.preemption import noted_signals
 from moonshift.infra.run_config import note_config
-from moonshift.infra.server_programs import mlflow_program
-from moonshift.infra.services import StandingServer
 from moonshift.infra.tracking import LONGEST_PARAMETER, Tracker, sync
 
 from .faulty_http import FaultyServer, faulty_server
-from .small_run import RUN, Make, Small, maker
+from .small_run import RUN, Make, Small
 
 OUTAGES = ("refuse", "error", "hang")
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    return maker(tmp_path)
 
 
 @pytest.fixture
@@ -36,17 +29,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product's own settings, the waits a tenth."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-
-
-@pytest.fixture(scope="module")
-def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """host:port of a real MLflow server."""
-    home = tmp_path_factory.mktemp("mlflow")
-    program = mlflow_program(f"sqlite:///{home / 'mlflow.db'}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ARTIFACTS_DESTINATION", str(home / "artifacts"))  # by default the working folder
-        with StandingServer(home, program=program) as server:
-            yield server.wait_ready().removeprefix("http://")
 
 
 @pytest.fixture
@@ -144,6 +126,23 @@ def test_waiting_for_mlflow_takes_less_than_a_twentieth_of_a_core(make: Make, fa
     assert cost < 0.05
 
 
+def test_after_a_signal_a_server_that_hangs_is_waited_for_within_the_grace_period_only(make: Make) -> None:
+    with faulty_server("127.0.0.1:9") as hanging:
+        hanging.fail("hang")
+        small = make(tracking__mlflow_uri=hanging.uri, tracking__flush_timeout_s=60, recovery__grace_s=1)
+        tracker = Tracker(small.ledger, small.lease, small.config, small.home)
+        tracker.start()
+        _until(lambda: hanging.asked > 0)
+        try:
+            with pytest.raises(preemption.Preempted), noted_signals():
+                _signal()
+            began = time.monotonic()
+            assert not tracker.close(RunState.PREEMPTED)
+            assert time.monotonic() - began < 1 + preemption.LAST_WORD_S + 1
+        finally:
+            preemption.forget()
+
+
 def _until(holds: Any, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
@@ -212,7 +211,7 @@ def _attempt(small: Small, body: Any) -> RunState:
     tracker = Tracker(small.ledger, small.lease, small.config, small.home)
     preemption.forget()
     try:
-        with noted_signals(), _ending(small.ledger, small.lease), _tracking(tracker):
+        with noted_signals(), ending(small.ledger, small.lease), tracking(tracker):
             body()
     except (StageError, SystemExit, preemption.Preempted, Cancelled):
         pass

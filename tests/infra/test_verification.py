@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from moonshift.infra.ledger import Lease, RunState, StageCommit
 from moonshift.infra.run_config import CONFIG_EVENT
 from moonshift.infra.verification import Kind, findings, scope, verify
 
-from .small_run import RUN, SETTINGS, Make, Small, maker
+from .small_run import RUN, SETTINGS, Make, NewLedger, Small, maker
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    return maker(tmp_path)
+def make(tmp_path: Path, new_ledger: NewLedger) -> Iterator[Make]:
+    with maker(tmp_path, new_ledger) as made:
+        yield made
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ DAMAGE = {
     ),
     "update stages set input_digest = 'x' where step = 1 and name = 'update'": (Kind.STAGE, "input_digest of update"),
     "update stages set path = '../../x' where step = 1 and name = 'update'": (Kind.STAGE, "a folder of the run"),
-    "update metrics_outbox set sent = 0 where step = 3": (Kind.UNSENT, "moonshift sync small-0001"),
+    "update metrics_outbox set sent = false where step = 3": (Kind.UNSENT, "moonshift sync small-0001"),
 }
 
 
