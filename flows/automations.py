@@ -1,4 +1,4 @@
-"""The server's own part of self-healing: two automations that make a dead flow run end, and go on.
+"""The server's own part of self-healing: automations that make a dead flow run end, and go on.
 
 Invariant: what is installed is told apart by name alone, so installing twice changes nothing, and an automation that
 somebody has switched off on Prefect's page stays off.
@@ -18,9 +18,14 @@ FLOW = "post-train"
 """Name of the flow whose runs are healed; other flows on the server may have slower heartbeats, or none."""
 SILENCE_S = 90
 """Seconds without a heartbeat after which a flow run is dead: three of the 30 s beats."""
-_LONGEST_RUN_S = 30 * 24 * 3600
+PAUSE_S = 30
+"""Seconds from a crash to the next start. A worker reports a crash twice, some seconds apart: a run that was started
+between the two would be Crashed while it runs, and lose its slot."""
+MOST_CRASHES = 20
+"""The last resort, for what crashes before the flow's body: there `moonshift.tasks.restarts` stops it much sooner."""
 _HEARTBEAT = "prefect.flow-run.heartbeat"
-_ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Skipped", "Paused", "Suspended", "AwaitingRetry")
+_CRASHED = "prefect.flow-run.Crashed"
+_ENDS = ("Completed", "Failed", "Cancelled", "Skipped", "Paused", "Suspended", "AwaitingRetry")
 _OF_THE_FLOW = {"prefect.resource.role": "flow", "prefect.resource.name": FLOW}
 _OF_A_DEPLOYMENT = {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
 _EACH_RUN = {"match": {"prefect.resource.id": "prefect.flow-run.*"}, "for_each": ["prefect.resource.id"]}
@@ -34,7 +39,7 @@ SILENT: dict[str, Any] = {
         **_EACH_RUN,
         "match_related": _OF_THE_FLOW,
         "after": [_HEARTBEAT, "prefect.flow-run.Running"],  # a run may die before its first heartbeat arrives
-        "expect": [_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)],
+        "expect": [_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in (*_ENDS, "Crashed"))],
         "threshold": 1,
         "within": SILENCE_S,
     },
@@ -44,17 +49,16 @@ SILENT: dict[str, Any] = {
 }
 CRASHED: dict[str, Any] = {
     "name": "moonshift: a crashed run is started again",
-    "description": f"A run of {FLOW} by a deployment that crashed after it had begun is started again.",
+    "description": f"A run of {FLOW} by a deployment that has crashed is started again after {PAUSE_S} s.",
     "trigger": {
         "type": "event",
-        "posture": "Reactive",
+        "posture": "Proactive",
         **_EACH_RUN,
         "match_related": [_OF_THE_FLOW, _OF_A_DEPLOYMENT],  # without a deployment nobody can start it
-        # what crashes before the flow's body, where crashes are counted, would be started again for ever
-        "after": ["prefect.flow-run.Running"],
-        "expect": ["prefect.flow-run.Crashed"],
+        "after": [_CRASHED],
+        "expect": [f"prefect.flow-run.{state}" for state in (*_ENDS, "Scheduled", "Pending", "Running")],
         "threshold": 1,
-        "within": _LONGEST_RUN_S,
+        "within": PAUSE_S,
     },
     "actions": [
         {
@@ -65,6 +69,28 @@ CRASHED: dict[str, Any] = {
         },
     ],
 }
+CRASHING: dict[str, Any] = {
+    "name": "moonshift: a run that keeps crashing has failed",
+    "description": f"A run of {FLOW} that has crashed {MOST_CRASHES} times within a day is Failed, and left alone.",
+    "trigger": {
+        "type": "event",
+        "posture": "Reactive",
+        **_EACH_RUN,
+        "match_related": [_OF_THE_FLOW, _OF_A_DEPLOYMENT],
+        "after": ["prefect.flow-run.Pending"],  # so that it counts anew once it has failed and was retried by hand
+        "expect": [_CRASHED],
+        "threshold": MOST_CRASHES,
+        "within": 24 * 3600,
+    },
+    "actions": [
+        {
+            "type": "change-flow-run-state",
+            "state": "FAILED",
+            "message": f"crashed {MOST_CRASHES} times within a day; the worker's log says what of",
+        },
+    ],
+}
+AUTOMATIONS = (SILENT, CRASHED, CRASHING)
 
 
 def install(url: str, *, dry_run: bool = False) -> list[tuple[str, str]]:
@@ -75,7 +101,7 @@ def install(url: str, *, dry_run: bool = False) -> list[tuple[str, str]]:
     Raises:
         ServiceError: the server does not answer, or refuses.
     """
-    wanted = map(AutomationCore.model_validate, (SILENT, CRASHED))
+    wanted = map(AutomationCore.model_validate, AUTOMATIONS)
     try:
         with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
             return [(each.name, _install(client, each, dry_run)) for each in wanted]

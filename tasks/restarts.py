@@ -4,7 +4,6 @@ Invariant: it ends. A flow run that has crashed `MOST_CRASHES` times in a row, w
 Failed, which nothing starts again but a person; his Retry has as many tries again.
 """
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import wraps
@@ -19,13 +18,10 @@ from moonshift.infra.home import ledger_url
 from moonshift.infra.ledger import Ledger
 
 MOST_CRASHES = 3
-PAUSE_S = 20.0
-"""before the first try again; then twice that, and so on. The deployment's slot is kept."""
 
 
 def not_for_ever(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A flow's function that begins after a pause where its flow run has crashed, and not at all where it did too
-    often."""
+    """A flow's function that does nothing more, and fails, where its flow run has crashed too often."""
 
     @wraps(function)
     def limited(*arguments: Any, **named: Any) -> Any:
@@ -37,8 +33,6 @@ def not_for_ever(function: Callable[..., Any]) -> Callable[..., Any]:
                 message=f"Crashed {crashes} times in a row without a new stage between, so it is not started again. "
                 "The worker's log says what it died of; after that is mended, Retry gives it as many tries again."
             )
-        if crashes:
-            time.sleep(PAUSE_S * 2 ** (crashes - 1))
         return function(*arguments, **named)
 
     return limited
