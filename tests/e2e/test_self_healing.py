@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from moonshift.flows.automations import AUTOMATIONS, CRASHED, CRASHING, SILENT, install
+from moonshift.infra.ledger import Ledger, NewRun
 
-from ..chaos.runs import ROOT
-from .conftest import command, environment_of
+from ..chaos.runs import QUICKSTART, ROOT
+from .conftest import SMALL, command, environment_of, rows
 
 pytestmark = pytest.mark.slow
 NAMES = [automation["name"] for automation in AUTOMATIONS]
@@ -57,6 +58,10 @@ deployments:
     parameters: {how: quick}
     work_pool: {name: healing, job_variables: {env: {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}}
     concurrency_limit: {limit: 1, collision_strategy: ENQUEUE}
+  - name: training
+    entrypoint: moonshift.flows.post_train:post_train
+    parameters: {config: CONFIG, overrides: OVERRIDES, display: none}
+    work_pool: {name: healing, job_variables: {env: {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}}
 """
 
 
@@ -120,7 +125,9 @@ class Deployment:
     api: httpx.Client
     folder: Path
     environment: dict[str, str]
-    id: str = ""
+
+    def id(self, name: str) -> str:
+        return self.api.get(f"/deployments/name/post-train/{name}").raise_for_status().json()["id"]
 
     def prefect(self, *arguments: str) -> None:
         done = subprocess.run(
@@ -142,10 +149,10 @@ class Deployment:
             worker.terminate()
             worker.wait(60)
 
-    def start(self, how: str) -> str:
+    def start(self, name: str = "healing", **parameters: str) -> str:
         """Schedule a run for now; returns its id."""
-        body = {"parameters": {"how": how}, "state": {"type": "SCHEDULED"}}
-        return self.api.post(f"/deployments/{self.id}/create_flow_run", json=body).raise_for_status().json()["id"]
+        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        return self.api.post(f"/deployments/{self.id(name)}/create_flow_run", json=body).raise_for_status().json()["id"]
 
     def run(self, run: str) -> dict[str, Any]:
         return self.api.get(f"/flow_runs/{run}").raise_for_status().json()
@@ -179,7 +186,9 @@ def deployment(server: tuple[str, httpx.Client], server_home: dict[str, str], tm
     url, api = server
     install(url)
     (tmp_path / "tiny_flow.py").write_text(TINY_FLOW)
-    (tmp_path / "prefect.yaml").write_text(PREFECT_YAML)
+    (tmp_path / "prefect.yaml").write_text(
+        PREFECT_YAML.replace("CONFIG", str(QUICKSTART)).replace("OVERRIDES", repr(list(SMALL)))
+    )
     environment = {
         **environment_of(tmp_path / "home", server_home),
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
@@ -188,17 +197,17 @@ def deployment(server: tuple[str, httpx.Client], server_home: dict[str, str], tm
     made = Deployment(api, tmp_path, environment)
     made.prefect("work-pool", "create", "--type", "process", "healing")
     made.prefect("deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml"))
-    made.id = api.get("/deployments/name/post-train/healing").raise_for_status().json()["id"]
     yield made
-    api.delete(f"/deployments/{made.id}").raise_for_status()
+    for name in ("healing", "training"):
+        api.delete(f"/deployments/{made.id(name)}").raise_for_status()
 
 
 @pytest.mark.case("O01")
 def test_a_run_whose_worker_was_killed_crashes_frees_its_slot_and_goes_on(deployment: Deployment) -> None:
     with deployment.worker() as worker:
-        dead = deployment.start("long")
+        dead = deployment.start(how="long")
         until(lambda: len(deployment.began(dead)) == 1, 60)
-        second = deployment.start("quick")
+        second = deployment.start(how="quick")
         deployment.await_state(second, "AwaitingConcurrencySlot", 60)
         killed_at = time.time()
         for process in (psutil.Process(worker.pid), psutil.Process(deployment.began(dead)[0])):
@@ -213,16 +222,46 @@ def test_a_run_whose_worker_was_killed_crashes_frees_its_slot_and_goes_on(deploy
     began_at = dict(deployment.states(second))["Running"]
     assert crashed_at < began_at < killed_at + 180
     assert deployment.run(dead)["run_count"] == 2 and len(deployment.began(dead)) == 2
-    limit = deployment.api.get(f"/deployments/{deployment.id}").json()["global_concurrency_limit"]
+    limit = deployment.api.get(f"/deployments/{deployment.id('healing')}").json()["global_concurrency_limit"]
     assert limit["active_slots"] == 0
+
+
+def test_training_that_was_killed_is_started_again_and_goes_on_with_its_run_to_the_same_weights(
+    deployment: Deployment, unbroken: tuple[Path, Any]
+) -> None:
+    """Its parameters do not say `resume`, and a newer run of its name is there."""
+    home = deployment.folder / "home"
+
+    def committed() -> bool:
+        return (home / "ledger.db").exists() and rows(home, "select max(step) from stages") >= [(3,)]
+
+    with deployment.worker():
+        run = deployment.start("training")
+        until(lambda: deployment.run(run)["state_name"] == "Running", 60)
+        until(committed, 120)
+        [(pid,)] = rows(home, "select pid from attempts")
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+        deployment.await_state(run, "Crashed", 60)
+        with Ledger.open(f"sqlite:///{home / 'ledger.db'}") as ledger:
+            kept = ledger.run("quickstart-0001")
+            newer = NewRun(
+                name="quickstart", config_json=kept.config_json, config_hash=kept.config_hash, seed=0, steps_planned=5
+            )
+            assert ledger.create_run(newer).run_id == "quickstart-0002"
+        deployment.await_state(run, "Completed", 240)
+    tried = rows(home, "select run_id, state, flow_run_id from attempts order by number")
+    assert tried == [("quickstart-0001", "CRASHED", run), ("quickstart-0001", "COMPLETED", run)]
+    weights = "select detail from events where kind = 'weights'"
+    assert rows(home, weights) == rows(unbroken[0], weights)
+    assert [name for name, _ in deployment.states(run)].count("Crashed") == 1
 
 
 def test_a_run_that_always_crashes_ends_as_failed_and_can_be_retried_by_hand(deployment: Deployment) -> None:
     with deployment.worker():
-        run = deployment.start("dies")
+        run = deployment.start(how="dies")
         deployment.await_state(run, "Failed", 300)
         names = [name for name, _ in deployment.states(run)]
-        assert names.count("Crashed") == names.count("AwaitingRetry") == len(deployment.began(run)) == 3, names
+        assert names.count("Crashed") == len(deployment.began(run)) == 3, names
         assert "3 times in a row" in deployment.run(run)["state"]["message"]
         by_hand = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
         deployment.api.post(f"/flow_runs/{run}/set_state", json=by_hand).raise_for_status()
@@ -238,8 +277,8 @@ def test_a_run_that_crashes_before_its_body_is_started_again_but_not_for_ever(de
         deployment.api.put(f"/automations/{found['id']}", json=changed).raise_for_status()
     (deployment.folder / "broken").touch()
     with deployment.worker():
-        run = deployment.start("quick")
+        run = deployment.start(how="quick")
         deployment.await_state(run, "Failed", 120)
         time.sleep(20)
     names = [name for name, _ in deployment.states(run)]
-    assert names.count("Crashed") == 2 and names.count("AwaitingRetry") == 1 and names[-1] == "Failed", names
+    assert names.count("Crashed") == 2 and names[-1] == "Failed", names
