@@ -241,7 +241,7 @@ def test_training_that_was_killed_is_started_again_and_goes_on_with_its_run_to_t
     with deployment.worker():
         run = deployment.start("training")
         until(lambda: deployment.run(run)["state_name"] == "Running", 60)
-        until(committed, 120)
+        until(committed, 240)
         [(pid,)] = rows(home, "select pid from attempts")
         psutil.Process(pid).send_signal(signal.SIGKILL)
         deployment.await_state(run, "Crashed", 60)
