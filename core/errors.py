@@ -60,6 +60,9 @@ class LedgerError(MoonshiftError, RuntimeError):
 class LeaseHeldError(LedgerError):
     """Another live process owns the run."""
 
+    until = 0.0
+    """when its lease runs out unless it is renewed, seconds since the epoch"""
+
 
 class LeaseLostError(LedgerError):
     """This process owns the run no more: its lease was given back, or another attempt took over."""

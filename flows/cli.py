@@ -4,19 +4,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moonshift import __version__
-from moonshift.core.errors import ConfigError, DataError, ModelError, MoonshiftError, PlanError, RewardError
+from moonshift.core.errors import ConfigError, ServiceError
 from moonshift.infra.home import home, ledger_url
 from moonshift.infra.offline import apply_quiet_environment
-from moonshift.infra.preemption import Preempted
 
+from .clear_errors import clear_errors
 from .termination import terminable
 
 app = typer.Typer(
@@ -28,46 +26,14 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Bring models into place.", no_args_is_help=True)
 server_app = typer.Typer(help="The standing local Prefect server.", no_args_is_help=True)
+automations_app = typer.Typer(help="What a Prefect server does about dead runs.", no_args_is_help=True)
 ui_app = typer.Typer(help="Open the Prefect or the MLflow page.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(server_app, name="server")
+app.add_typer(automations_app, name="automations")
 app.add_typer(ui_app, name="ui")
 
-USERS_FAULT = (ConfigError, DataError, ModelError, PlanError, RewardError)
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-@contextmanager
-def clear_errors(debug: bool) -> Iterator[None]:
-    """Print one message and exit: 2 for what the user wrote, 1 for what went wrong, 130 or 143 after a signal."""
-    try:
-        yield
-    except MoonshiftError as error:
-        if debug:
-            raise
-        from moonshift.core.config.masking import mask_text
-
-        typer.echo(f"error: {_without_traceback(mask_text(str(error)))}", err=True)
-        raise typer.Exit(2 if isinstance(error, USERS_FAULT) else 1) from error
-    except KeyboardInterrupt as error:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from error
-    except Preempted as error:
-        typer.echo(f"stopped by {error}. {_GO_ON}", err=True)
-        raise typer.Exit(128 + error.number) from error
-
-
-_GO_ON = "What was committed is kept; a run that had begun goes on with --resume."
-
-
-def _without_traceback(message: str) -> str:
-    """A user's own traceback in a message becomes its last frame and its error; --debug shows it whole."""
-    head, mark, rest = message.partition("Traceback (most recent call last):")
-    lines = [line.strip() for line in rest.splitlines() if line.strip()]
-    if not mark or not lines:
-        return message
-    frames = [line for line in lines if line.startswith("File ")]
-    return "\n  ".join([head.rstrip(), *frames[-1:], lines[-1], "(--debug shows the whole traceback)"])
 
 
 @app.callback(invoke_without_command=True)
@@ -350,6 +316,32 @@ def server_status(debug: Debug = False) -> None:
     with clear_errors(debug):
         for program in (PREFECT, _mlflow()):
             typer.echo(status(home(), program=program))
+
+
+@automations_app.command("install")
+def automations_install(
+    prefect_url: Annotated[
+        str | None,
+        typer.Option("--prefect-url", help="The server's API; by default PREFECT_API_URL, else this home's."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Have a Prefect server end runs whose machine died, and start crashed ones again. Twice is as once."""
+    from moonshift.infra.services import status as prefect_server
+
+    with clear_errors(debug):
+        apply_quiet_environment(home())
+        url = prefect_url or prefect_server(home()).url
+        if url is None:
+            raise ServiceError(
+                "No Prefect server runs in this home, and PREFECT_API_URL is not set; give --prefect-url, or "
+                "`moonshift server start`."
+            )
+        from .automations import install
+
+        for name, done in install(url, dry_run=dry_run):
+            typer.echo(f"{name}: {'would be ' if dry_run else ''}{done}")
 
 
 @ui_app.command("prefect")

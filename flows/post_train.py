@@ -12,6 +12,7 @@ from moonshift.tasks.checkpoint import checkpoint
 from moonshift.tasks.log_probs import log_probs
 from moonshift.tasks.policies import once_a_local_date, skipped_if_owned
 from moonshift.tasks.refill import refilled
+from moonshift.tasks.restarts import not_for_ever
 from moonshift.tasks.rollout import rollout
 from moonshift.tasks.score import score
 from moonshift.tasks.update import update
@@ -22,6 +23,7 @@ from .display import open_display
 
 
 @flow(name="post-train", flow_run_name="post-train {config}", persist_result=False, validate_parameters=True)
+@not_for_ever
 @once_a_local_date
 @skipped_if_owned
 def post_train(

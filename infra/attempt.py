@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from moonshift.core.config import config_from_json as read_config
-from moonshift.core.config import config_hash, identity_hash, resume_diff, to_json
+from moonshift.core.config import identity_hash
 from moonshift.core.config.schema import Config
 from moonshift.core.errors import CheckpointError, ConfigError, LedgerError
 from moonshift.core.types import StageRef
@@ -42,15 +41,16 @@ from .files import (
 from .heartbeat import heartbeat
 from .home import home, ledger_url, run_folder
 from .kl_weight import kl_weight
-from .ledger import Lease, Ledger, NewRun, RunRecord, SampleRow, StageCommit
+from .ledger import Lease, Ledger, RunRecord, SampleRow, StageCommit
 from .origin import origin_of, settle
 from .orphans import end_orphans, noted_processes
+from .ownership import find_or_create, take
 from .preemption import noted_signals
 from .preflight import Prepared, prepare
 from .prompt_sets import sampler
 from .recovery import learned_divisors, persistent
 from .roles import Roles
-from .run_config import latest_config, note_config
+from .run_config import note_config
 from .tracking import Tracker
 from .uncommitted import clear_uncommitted
 
@@ -298,8 +298,8 @@ def open_attempt(
         recovery = prepared.config.recovery
         ledger = Ledger.open(ledger_url(), seconds_left=lambda: preemption.seconds_left(recovery.grace_s))
         stack.callback(ledger.close)
-        run = _find_or_create(ledger, prepared, resume)
-        lease = ledger.acquire(run.run_id, lease_s=recovery.lease_s, flow_run_id=flow_run_id)
+        run = find_or_create(ledger, prepared, resume, flow_run_id)
+        lease = take(ledger, run.run_id, recovery.lease_s, flow_run_id)
         stack.enter_context(noted_signals())
         stack.enter_context(ending(ledger, lease))
         stack.enter_context(heartbeat(ledger, lease, recovery.lease_s))
@@ -325,30 +325,3 @@ def _note_beginning(ledger: Ledger, lease: Lease, run: RunRecord, prepared: Prep
     note_config(ledger, lease, run, prepared.config)
     record_data(ledger, lease, prepared)
     ledger.set_steps_planned(lease, prepared.plan.steps)
-
-
-def _find_or_create(ledger: Ledger, prepared: Prepared, resume: bool) -> RunRecord:
-    """The unfinished run to go on with, or a new one."""
-    config = prepared.config
-    if resume:
-        run = ledger.run(config.run.id) if config.run.id else ledger.latest_run(config.run.name, unfinished=True)
-        if run is not None:
-            changed = resume_diff(read_config(latest_config(ledger, run)), config)
-            if changed:
-                raise ConfigError(
-                    f"Run {run.run_id} cannot go on with a config that changes its mathematics:\n  "
-                    + "\n  ".join(changed)
-                    + "\nPut the old values back, start a new run without --resume, or take its state into a run with "
-                    f"other values: moonshift fork {run.run_id} --at-step N {changed[0].partition(':')[0]}=…"
-                )
-            return run
-    return ledger.create_run(
-        NewRun(
-            name=config.run.name,
-            run_id=config.run.id,
-            config_json=to_json(config, masked=True),
-            config_hash=config_hash(config),
-            seed=config.run.seed,
-            steps_planned=prepared.plan.steps,
-        )
-    )

@@ -53,7 +53,9 @@ def take_lease(session: Session, run: RunRow, start: AttemptStart) -> Lease:
     now = time.time()
     lease = locked_lease(session, run.id)
     if lease.owner is not None and lease.expires_at > now and not _is_dead(lease.owner):
-        raise LeaseHeldError(_held_message(run.id, lease.owner, lease.expires_at))
+        held = LeaseHeldError(_held_message(run.id, lease.owner, lease.expires_at))
+        held.until = lease.expires_at
+        raise held
     _close_crashed(session, run.id, now)
     lease.token += 1
     lease.owner = {**_this_process(), "since": now}

@@ -57,6 +57,13 @@ class LedgerReader:
             row = session.scalar(query)
             return None if row is None else run_record(row)
 
+    def run_of_flow_run(self, flow_run_id: str) -> RunRecord | None:
+        """The run on which a flow run has made its last attempt; None where it has made none."""
+        query = select(AttemptRow.run_id).where(AttemptRow.flow_run_id == flow_run_id)
+        with self._read() as session:
+            run_id = session.scalar(query.order_by(AttemptRow.id.desc()).limit(1))
+            return None if run_id is None else run_record(self._run_row(session, run_id))
+
     def attempts(self, run_id: str) -> list[AttemptRecord]:
         """All attempts of a run, first to last."""
         query = select(AttemptRow).where(AttemptRow.run_id == run_id).order_by(AttemptRow.number)

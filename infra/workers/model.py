@@ -60,6 +60,7 @@ from ..rewards import Finished, RewardStream
 from . import stacks
 from .memory_log import MemoryLog, log_memory
 from .process_group import Address, Seat, alone, join, open_store
+from .waves import Waves
 
 Tensors = dict[str, torch.Tensor]
 ADAPTER_FOLDER = "adapter"
@@ -273,14 +274,24 @@ class ModelWorker:
 
         Ranks share the prompts. Where there are several waves of `max_num_seqs` samples, each wave is one rank's, so
         its numbers are those of one process to the last bit; a wave that is split has the same ids, and log-probs
-        within rounding.
+        within rounding. Waves that were whole when an earlier try at this `out` lost its worker are kept.
         """
         sync_s = self._serve()
         version = self.rollout_engine.version
         started = time.perf_counter()
         limit, count = self.limits["rollout"], order.params.n
         mine = spans(len(order.prompt_ids), self.ranks.size, max(1, limit.size // count))[self.rank]
-        batch = self._generate(order.part(mine or range(1)), stream if mine else None, mine.start * count)
+        waves, prompts = Waves(Path(out)), mine or range(1)
+
+        def wave_size() -> int:
+            # vLLM refills its running batch from one queue: waves would make it wait for the longest of each
+            in_waves = self.config.actor_rollout_ref.rollout.name == "transformers"
+            return max(1, limit.size // count) if in_waves else len(prompts)
+
+        def generate(wave: range) -> Batch:
+            return self._generate(order.part(wave), stream if mine else None, wave.start * count)
+
+        batch = waves.all(prompts, wave_size, generate)
         seconds = time.perf_counter() - started
         self.rollout_engine.sleep()
         self.memory.at("after_sleep")
@@ -299,12 +310,16 @@ class ModelWorker:
             }
         )
         Batch({name: batch[name] for name in batch.names}, {"policy_version": version}).save(Path(out))
+        waves.end()
         metrics = length_metrics(batch, self.config.data.max_response_length)
-        speed = {"rollout/tokens_per_s": metrics["response_length/total"] / seconds}
+        if waves.num_kept:  # drawn in another process's time
+            speed = {"rollout/kept_samples": float(waves.num_kept * count)}
+        else:
+            speed = {"rollout/tokens_per_s": metrics["response_length/total"] / seconds}
         return metrics | speed | {"timing_s/generate": seconds, "timing_s/weight_sync": sync_s} | limit.metrics()
 
     def _generate(self, order: RolloutOrder, stream: RewardStream | None, first_row: int) -> Batch:
-        """The engine's batch, in waves that fit the memory; its rows begin at `first_row` of the whole."""
+        """The engine's batch, in parts that fit the memory; its rows begin at `first_row` of the whole."""
 
         def send(row: int, ids: list[int]) -> None:
             assert stream is not None

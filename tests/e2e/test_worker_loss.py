@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,42 @@ def test_a_killed_model_worker_is_replaced_and_the_numbers_stay(
     assert same_numbers(home, unbroken)
     (lost,) = events(home, "worker_lost")
     assert "actor_rollout_ref" in lost["call"] and "died" in lost["error"]
+
+
+@pytest.mark.case("X04")
+def test_what_a_killed_worker_had_drawn_is_kept_and_only_the_rest_drawn_again(
+    server_home: dict[str, str], tmp_path: Path
+) -> None:
+    """Eight waves of one prompt's sixteen samples; the worker is killed when four of them are whole."""
+    arguments = ("trainer.total_training_steps=2", "actor_rollout_ref.rollout.max_num_seqs=1")
+    undisturbed = tmp_path / "undisturbed"
+    done, summary = train(undisturbed, server_home, *arguments)
+    assert done.returncode == 0, done.stderr
+    home = tmp_path / "home"
+    process = start(home, server_home, *arguments)
+    wait_for_stage(home, "step-0001/score", process)
+    worker = next(
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "ModelWorker" in "".join(child.cmdline())
+    )
+    deadline = time.monotonic() + 60
+    while len(list(home.glob("runs/*/stages/step-0002/.rollout.*.waves.tmp/0*"))) < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    worker.send_signal(signal.SIGKILL)
+    _, shown = process.communicate(timeout=300)
+    assert process.returncode == 0, shown
+    (lost,) = events(home, "worker_lost")
+    assert lost["call"].startswith("rollout")
+    [(step, kept)] = rows(home, "select step, value from metrics_outbox where key = 'rollout/kept_samples'")
+    assert step == 2 and 4 * 16 <= kept < 8 * 16
+    assert rows(home, "select count(*) from samples where step = 2") == [(8 * 16,)]
+    assert rows(home, "select count(*) from attempts") == [(1,)]
+    assert same_numbers(home, (undisturbed, summary))
+    drawn = "select digest from stages where name = 'rollout' order by step"
+    assert rows(home, drawn) == rows(undisturbed, drawn)
+    assert not list(home.glob("runs/*/stages/*/.*"))
 
 
 def test_a_model_worker_that_hangs_is_replaced_and_leaves_no_process(

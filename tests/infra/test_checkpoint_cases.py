@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from moonshift.core.errors import StageError
 from moonshift.flows.cli import app
 from moonshift.infra import snapshots
-from moonshift.infra.attempt import Attempt, StageOutput, _find_or_create
+from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.disk_space import checkpoint_bytes, disk_warning
 from moonshift.infra.files import clear_leftovers
 from moonshift.infra.ledger import Ledger, RunState
+from moonshift.infra.ownership import find_or_create
 from moonshift.infra.preflight import prepare
 
 from .test_attempt import SETTINGS, attempt, ledger, made, writes
@@ -142,8 +143,8 @@ def test_the_only_flag_of_resuming_chooses_the_unfinished_run_and_nothing_else(
 ) -> None:
     ledger.release(attempt.lease, RunState.FAILED)
     prepared = prepare("", (*SETTINGS, "run.name=run"))
-    assert _find_or_create(ledger, prepared, resume=True).run_id == attempt.run_id
-    assert _find_or_create(ledger, prepared, resume=False).run_id == "run-0002"
+    assert find_or_create(ledger, prepared, True, None).run_id == attempt.run_id
+    assert find_or_create(ledger, prepared, False, None).run_id == "run-0002"
     options = {
         name: {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
         for name, found in typer.main.get_group(app).commands.items()

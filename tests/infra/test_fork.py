@@ -16,7 +16,6 @@ from moonshift.core.datasets.sampler import PromptSampler
 from moonshift.core.errors import CheckpointError, ConfigError, LedgerError
 from moonshift.infra import fork as fork_module
 from moonshift.infra import snapshots
-from moonshift.infra.attempt import _find_or_create
 from moonshift.infra.completion import check_complete
 from moonshift.infra.draws import Draws, Run
 from moonshift.infra.files import folder_digest
@@ -26,6 +25,7 @@ from moonshift.infra.ledger import Ledger, NewRun, RunRecord, RunState
 from moonshift.infra.ledger.engine import open_engine
 from moonshift.infra.ledger.models import EventRow, RunRow, StageRow
 from moonshift.infra.origin import FORK, START, Origin, origin_of, settle
+from moonshift.infra.ownership import find_or_create
 from moonshift.infra.report import summarize
 from moonshift.infra.tracking import lineage_tags
 from moonshift.infra.verification import Kind, scope, verify
@@ -319,7 +319,7 @@ def test_a_resume_that_changes_the_mathematics_names_the_fork(parent: Forkable) 
     assert resume_diff(parent.config, config)
     prepared: Any = SimpleNamespace(config=config)
     with pytest.raises(ConfigError, match=rf"(?s){LR}: .*moonshift fork {RUN} --at-step N {LR}="):
-        _find_or_create(parent.ledger, prepared, True)
+        find_or_create(parent.ledger, prepared, True, None)
 
 
 def test_draws_go_on_from_the_parents_position_in_batches_of_another_size(parent: Forkable) -> None:

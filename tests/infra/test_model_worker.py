@@ -1,5 +1,6 @@
 """The worker that holds a model, in this process: stages hand ids on, never text."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from moonshift.core.config.schema import Config
 from moonshift.core.plan import make_plan
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.types import Prompt, SamplingParams
+from moonshift.infra.files import folder_digest
 from moonshift.infra.workers.model import ModelWorker, RolloutOrder
 from moonshift.infra.workers.reward import RewardWorker, write_scores
 
@@ -181,3 +183,41 @@ def test_every_response_is_graded_beside_its_own_prompt(tmp_path: Path, workers:
         with grader.pool:
             graded += grader.grade(prompts, str(tmp_path / "r"), range(start, stop))[0]
     assert graded == [[{"score": 1.0}, None]] * 6
+
+
+@pytest.mark.case("X04")
+def test_a_rollout_that_was_cut_off_is_gone_on_with_after_its_last_whole_wave(char_llama: Path, tmp_path: Path) -> None:
+    """Two samples a wave, the third of four waves is cut off, another worker goes on: two waves are drawn, to the bit
+    what one worker draws."""
+    settings = config(actor_rollout_ref__rollout__max_num_seqs=2, data__train_batch_size=4)
+    params = replace(order().params, stop_ids=(1,))
+    whole = RolloutOrder(
+        prompt_ids=[[3, 4], [5, 6, 7], [8], [3]], uids=list("abcd"), epochs=[0] * 4, seeds=list(range(8)), params=params
+    )
+    unbroken = worker(char_llama, settings).rollout(whole, str(tmp_path / "unbroken"))
+    lost, drawn = worker(char_llama, settings), []
+
+    def dies(prompts: Any, *arguments: Any, **named: Any) -> Batch:
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(prompts)
+        return generate(prompts, *arguments, **named)
+
+    generate = lost.rollout_engine.generate
+    lost.rollout_engine.generate = dies  # pyright: ignore[reportAttributeAccessIssue]
+    out = tmp_path / ".rollout.1.tmp"
+    with pytest.raises(KeyboardInterrupt):
+        lost.rollout(whole, str(out))
+    new = worker(char_llama, settings)
+    generate = new.rollout_engine.generate
+    drawn.clear()
+    new.rollout_engine.generate = dies  # pyright: ignore[reportAttributeAccessIssue]
+    metrics = new.rollout(whole, str(out))
+    assert drawn == [[[8]], [[3]]]
+    assert metrics["rollout/kept_samples"] == 4 and "rollout/kept_samples" not in unbroken
+    assert folder_digest(out) == folder_digest(tmp_path / "unbroken")
+    batch = Batch.load(out)
+    assert list(zip(batch.rows("uid"), batch.rows("sample_index"), strict=True)) == [
+        (uid, index) for uid in "abcd" for index in range(2)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".rollout.1.tmp", "unbroken"]
