@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export MOONSHIFT_HOME ?= $(CURDIR)/.moonshift
 TORCH := torch==2.13.0
+TEST_PROCESSES ?= 2
 
 .PHONY: setup quickstart test test-fast vllm-env check lock clean
 
@@ -27,9 +28,10 @@ $(BIN)/.moonshift-ready: pyproject.toml requirements/cpu.txt
 quickstart: setup
 	$(BIN)/moonshift train examples/quickstart.yaml --summary quickstart.json
 
+# whole files side by side, so that what a file's tests share is made once; torch of two processes would fight over cores
 test: setup
 	-$(MAKE) vllm-env # where it cannot be had, its tests are skipped and say so
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 # vLLM's CPU build in an environment of its own: it caps Transformers and NumPy below what the rest runs on
 vllm-env: $(VLLM_VENV)/bin/.moonshift-ready
