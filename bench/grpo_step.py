@@ -39,7 +39,8 @@ from moonshift.core.config.schema import Config
 from moonshift.core.plan import make_plan
 from moonshift.core.training.advantages import Stages
 from moonshift.core.types import RolloutEngine, SamplingParams
-from moonshift.infra.workers.model import ModelWorker, RolloutOrder
+from moonshift.infra.workers.model import ModelWorker
+from moonshift.infra.workers.orders import RolloutOrder
 from moonshift.infra.workers.reward import write_scores
 
 SHOWN = (

@@ -24,7 +24,8 @@ from .recovery import DIVISOR, MEMORY_BUDGET
 from .rewards import RewardStream
 from .workers.group import WorkerGroup
 from .workers.handle import Note, WorkerHandle
-from .workers.model import ModelWorker, RolloutOrder, WorkedExamples
+from .workers.model import ModelWorker
+from .workers.orders import RolloutOrder, WorkedExamples
 from .workers.reward import RewardWorker, alike, write_graded
 
 _ASK_S = 2.0

@@ -7,7 +7,7 @@ from moonshift.core.datasets.seeds import sample_seed
 from moonshift.core.types import Prompt, SamplingParams, StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
 from moonshift.infra.draws import round_name
-from moonshift.infra.workers.model import RolloutOrder
+from moonshift.infra.workers.orders import RolloutOrder
 
 from .policies import stage_task
 

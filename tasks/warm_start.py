@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moonshift.core.types import StageRef
 from moonshift.infra.attempt import Attempt, StageOutput
-from moonshift.infra.workers.model import WorkedExamples
+from moonshift.infra.workers.orders import WorkedExamples
 
 from .policies import stage_task
 

@@ -6,25 +6,17 @@ Alone, its rollout engine serves the very tensors that are trained, so a weight 
 """
 
 import json
-import os
-import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
-from ray.util import get_node_ip_address
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from moonshift.core.batch import Batch, Ragged
-from moonshift.core.config import config_from_json
 from moonshift.core.errors import CheckpointError
-from moonshift.core.plan import BatchPlan
 from moonshift.core.plan.packing import spans
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.training.correction import needs_old_log_probs
@@ -49,17 +41,17 @@ from moonshift.core.training.micro_batches import sample_lengths
 from moonshift.core.training.mini_batch_trainer import MiniBatchTrainer
 from moonshift.core.training.model import load_model, load_tokenizer, stop_ids
 from moonshift.core.training.parallel import gathered_state, recompute_blocks, shard
-from moonshift.core.training.ranks import Ranks
 from moonshift.core.training.rendering import decode_response
 from moonshift.core.training.supervised import fine_tune
-from moonshift.core.types import RolloutEngine, SamplingParams
+from moonshift.core.types import RolloutEngine
 
 from ..engines import build_engine
-from ..home import stacks_folder
 from ..rewards import Finished, RewardStream
-from . import stacks
-from .memory_log import MemoryLog, log_memory
-from .process_group import Address, Seat, alone, join, open_store
+from .generators import restore_generators, save_generators, seed_generators
+from .memory_log import log_memory
+from .orders import RolloutOrder, WorkedExamples
+from .process_group import alone
+from .rank import RankWorker
 from .waves import Waves
 
 Tensors = dict[str, torch.Tensor]
@@ -68,79 +60,8 @@ ADAPTER_FOLDER = "adapter"
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOrder:
-    """What to generate: one entry a prompt, `params.n` seeds a prompt."""
-
-    prompt_ids: list[list[int]]
-    uids: list[str]
-    epochs: list[int]
-    seeds: list[int]
-    params: SamplingParams
-
-    def part(self, prompts: range) -> "RolloutOrder":
-        """The same of some prompts only."""
-        cut, count = slice(prompts.start, prompts.stop), self.params.n
-        return RolloutOrder(
-            prompt_ids=self.prompt_ids[cut],
-            uids=self.uids[cut],
-            epochs=self.epochs[cut],
-            seeds=self.seeds[prompts.start * count : prompts.stop * count],
-            params=self.params,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkedExamples:
-    """Prompts and answers for supervised fine-tuning, as ids; one entry an example."""
-
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-
-
-class ModelWorker:
+class ModelWorker(RankWorker):
     """Roles actor, rollout and, where the loss needs one, ref; one rank of `plan.world`."""
-
-    def __init__(self, config_json: str, plan: BatchPlan, rank: int = 0) -> None:
-        self.config = config_from_json(config_json)
-        self.plan = plan
-        self.rank = rank
-        self.ranks = Ranks()
-        self.mesh: DeviceMesh | None = None
-        trainer = self.config.trainer
-        cuda = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if cuda else "cpu")
-        self.memory = MemoryLog(self.device)
-        if trainer.num_threads:
-            torch.set_num_threads(trainer.num_threads)
-        elif plan.world > 1 and not cuda:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node))
-        # some CUDA kernels (cumsum of the sampler) have no deterministic form: warn there, refuse on the CPU
-        torch.use_deterministic_algorithms(self.config.run.deterministic, warn_only=cuda)
-        torch.set_float32_matmul_precision("high" if cuda else "highest")
-
-    def identify(self) -> int:
-        """This process's id, from then on one that writes its stack when asked (`stacks`)."""
-        return stacks.enable(stacks_folder())
-
-    def open_store(self, host: str | None = None) -> Address:
-        """Rank 0 of several: begin the meeting of all, by default at this node's address, and say where it is."""
-        self.store = open_store(host or get_node_ip_address(), self.config.recovery.start_timeout_s)
-        return self.store.host, self.store.port
-
-    def join(self, address: Address) -> None:
-        """Become one of `plan.world` ranks; waits for the others.
-
-        A collective may last as long as a stage may: whoever waits for the stage finds out first that it hangs.
-        """
-        recovery = self.config.recovery
-        seat = Seat(
-            rank=self.rank,
-            world=self.plan.world,
-            timeout_s=max(recovery.start_timeout_s, recovery.stage_timeout_s),
-        )
-        self.mesh = join(self.store if self.rank == 0 else address, seat, self.device)
-        self.ranks = Ranks(self.mesh.get_group())
 
     def learned_divisors(self) -> dict[str, int]:
         """How far passes are cut smaller because the memory ran out, by kind."""
@@ -188,7 +109,7 @@ class ModelWorker:
             self._spread(model, recompute if own is None else own, self.config.critic.fsdp.param_offload)
             self.critic = CriticEngine(model, self.config, self.plan)
         self.limits = self._new_limits(divisors or {})
-        self._seed()
+        seed_generators(self.config.run.seed)
         if checkpoint:
             self._restore(Path(checkpoint))
         self.memory.loaded()
@@ -442,16 +363,11 @@ class ModelWorker:
             self.critic.critic.save(folder / "critic", critic[0])
             self.tokenizer.save_pretrained(folder / "critic")
             save_file(_on_host(critic[1]), folder / "critic_optimizer.safetensors")
-        generators = {"torch": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state()
-        save_file(generators, folder / "rng.safetensors")
         state = {
             "version": self.train_engine.version,
             "optimizer_steps": self.train_engine.optimizer_steps,
             "critic_optimizer_steps": self.critic.optimizer_steps if self.critic is not None else 0,
-            "python_random": random.getstate(),
-            "numpy_random": _numpy_state(),
+            **save_generators(folder, self.device),
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -477,13 +393,6 @@ class ModelWorker:
             limit.divisor = divisors.get(limit.what, 1)
         return limits
 
-    def _seed(self) -> None:
-        """Start every generator of the process from the run's seed: a checkpoint's bytes depend on nothing else."""
-        seed = self.config.run.seed
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-
     def _restore(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.train_engine.optimizer.load(load_file(folder / "optimizer.safetensors"))
@@ -493,20 +402,8 @@ class ModelWorker:
             self.critic.optimizer.load(load_file(folder / "critic_optimizer.safetensors"))
             self.critic.version = state["version"]
             self.critic.optimizer_steps = state["critic_optimizer_steps"]
-        generators = load_file(folder / "rng.safetensors")
-        torch.set_rng_state(generators["torch"])
-        if "cuda" in generators and self.device.type == "cuda":
-            torch.cuda.set_rng_state(generators["cuda"])
-        version, words, gauss = state["python_random"]
-        random.setstate((version, tuple(words), gauss))
-        name, words, position, has_gauss, cached = state["numpy_random"]
-        np.random.set_state((name, np.array(words, dtype=np.uint32), position, has_gauss, cached))
+        restore_generators(folder, state, self.device)
 
 
 def _on_host(tensors: Tensors) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _numpy_state() -> list[object]:
-    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return [name, np.asarray(words).tolist(), position, has_gauss, cached]

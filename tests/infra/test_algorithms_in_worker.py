@@ -14,7 +14,8 @@ from moonshift.core.plan import make_plan
 from moonshift.core.training.advantages import Stages
 from moonshift.core.training.engine import TorchTrainEngine
 from moonshift.core.types import SamplingParams
-from moonshift.infra.workers.model import ModelWorker, RolloutOrder
+from moonshift.infra.workers.model import ModelWorker
+from moonshift.infra.workers.orders import RolloutOrder
 from moonshift.infra.workers.reward import write_scores
 
 ONE = {

@@ -15,7 +15,8 @@ from moonshift.core.plan import make_plan
 from moonshift.core.training.advantages import Stages, compute_advantages
 from moonshift.core.types import Prompt, SamplingParams
 from moonshift.infra.files import folder_digest
-from moonshift.infra.workers.model import ModelWorker, RolloutOrder
+from moonshift.infra.workers.model import ModelWorker
+from moonshift.infra.workers.orders import RolloutOrder
 from moonshift.infra.workers.reward import RewardWorker, write_scores
 
 ONE = {

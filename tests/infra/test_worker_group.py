@@ -26,7 +26,7 @@ from moonshift.infra.roles import Role, Roles
 from moonshift.infra.workers import stacks
 from moonshift.infra.workers.group import WorkerGroup
 from moonshift.infra.workers.handle import WorkerHandle
-from moonshift.infra.workers.model import RolloutOrder
+from moonshift.infra.workers.orders import RolloutOrder
 
 from ..training_ranks import PROMPTS, ROOT, SETTINGS
 

@@ -18,7 +18,8 @@ from moonshift.core.training.model import load_model
 from moonshift.infra.engines import drawing, require_engine, vllm_settings
 from moonshift.infra.engines.vllm import VllmEngine, _Watched, import_vllm
 from moonshift.infra.engines.vllm_sampling import SAMPLE, DrawingProcessor, DrawState
-from moonshift.infra.workers.model import ModelWorker, RolloutOrder
+from moonshift.infra.workers.model import ModelWorker
+from moonshift.infra.workers.orders import RolloutOrder
 from moonshift.infra.workers.reward import write_scores
 
 from .conftest import CPU, ENGINES, HAS_VLLM, NO_VLLM, Served, build, params
