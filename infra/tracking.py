@@ -129,7 +129,8 @@ class Tracker:
 
     def __init__(self, ledger: Ledger, lease: Lease, config: Config, home: Path) -> None:
         self._ledger, self._lease = ledger, lease
-        self._settings, self._grace_s = config.tracking, config.recovery.grace_s
+        self._settings = config.tracking
+        self._grace_s = config.recovery.grace_s
         self._sender = Sender(ledger, ledger.run(lease.run_id), config, home)
         self.uri = self._sender.uri
         self._wake = threading.Event()

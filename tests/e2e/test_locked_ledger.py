@@ -18,7 +18,7 @@ RUN = "quickstart-0001"
 GRACE_S = 3
 AFTER_S = 15
 """Seconds after the grace period: three for the ledger and for MLflow each, the rest for Ray and the interpreter."""
-MEASURED_BY_THE_CLOCK = ("timing_s/", "rollout/", "perf/")
+MEASURED_BY_THE_CLOCK = ("timing_s/", "rollout/", "perf/", "memory/")
 
 
 def metrics(ledger: Ledger) -> list[tuple[int, str, list[tuple[str, str]]]]:

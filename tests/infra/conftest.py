@@ -1,5 +1,6 @@
 """Fixtures of the tests of infra."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,3 +36,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Makes small runs, whose ledgers lie in their homes."""
     with maker(tmp_path) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_of_another_test() -> Iterator[None]:
+    """Ray leaves a handler of SIGTERM behind that exits: whether there is one would depend on the tests before."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
