@@ -21,9 +21,7 @@ from moonshift.core.config import (
     FORK_FIXED,
     changed_below,
     config_from_json,
-    config_hash,
     identity_hash,
-    to_json,
     to_yaml,
 )
 from moonshift.core.config.schema import Config
@@ -35,8 +33,9 @@ from .draws import SELECT
 from .files import folder_digest, link_folder, publish, sha256_file, storage_errors, write_text
 from .home import models_folder, run_folder
 from .kl_weight import kl_weight
-from .ledger import CheckpointRecord, Ledger, NewRun, RunRecord
+from .ledger import CheckpointRecord, Ledger, RunRecord
 from .origin import CARRIED, FORK, INITIAL, Origin, find_origin, origin_of, settle
+from .ownership import new_run
 from .preflight import Prepared, prepare
 from .recovery import MEMORY_BUDGET, learned_divisors
 from .run_config import latest_config
@@ -215,16 +214,7 @@ def _enter(ledger: Ledger, parent: _Parent, prepared: Prepared) -> RunRecord:
     publish(building, staged)
     learned = learned_divisors(ledger, parent.run.run_id)
     return ledger.create_run(
-        NewRun(
-            name=config.run.name,
-            run_id=config.run.id,
-            config_json=to_json(config, masked=True),
-            config_hash=config_hash(config),
-            seed=config.run.seed,
-            steps_planned=prepared.plan.steps,
-            parent_run_id=parent.run.run_id,
-            base_step=parent.step,
-        ),
+        replace(new_run(prepared), parent_run_id=parent.run.run_id, base_step=parent.step),
         checkpoint=record,
         events=[
             (FORK, asdict(origin)),

@@ -14,6 +14,19 @@ from .preflight import Prepared
 from .run_config import latest_config
 
 
+def new_run(prepared: Prepared) -> NewRun:
+    """What the ledger keeps of a run that has no parent."""
+    config = prepared.config
+    return NewRun(
+        name=config.run.name,
+        run_id=config.run.id,
+        config_json=to_json(config, masked=True),
+        config_hash=config_hash(config),
+        seed=config.run.seed,
+        steps_planned=prepared.plan.steps,
+    )
+
+
 def find_or_create(ledger: Ledger, prepared: Prepared, resume: bool, flow_run_id: str | None) -> RunRecord:
     """The run that this flow run had, or with `resume` the unfinished run to go on with, or a new one.
 
@@ -25,16 +38,7 @@ def find_or_create(ledger: Ledger, prepared: Prepared, resume: bool, flow_run_id
     if run is None and resume:
         run = ledger.run(config.run.id) if config.run.id else ledger.latest_run(config.run.name, unfinished=True)
     if run is None:
-        return ledger.create_run(
-            NewRun(
-                name=config.run.name,
-                run_id=config.run.id,
-                config_json=to_json(config, masked=True),
-                config_hash=config_hash(config),
-                seed=config.run.seed,
-                steps_planned=prepared.plan.steps,
-            )
-        )
+        return ledger.create_run(new_run(prepared))
     changed = resume_diff(config_from_json(latest_config(ledger, run)), config)
     if changed:
         raise ConfigError(

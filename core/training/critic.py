@@ -21,11 +21,10 @@ from .flops import ModelFlops
 from .layout import TokenLayout, lay_out
 from .log_probs import hidden_states
 from .memory import MemoryLimit
-from .micro_batches import micro_batches, sample_lengths
+from .micro_batches import micro_batches
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 from .model_folder import LOAD_FAULTS, check_folder, no_progress_bars
 from .optimizer import ModelOptimizer
-from .parallel import end_passes
 
 HEAD = "value_head.safetensors"
 
@@ -101,11 +100,8 @@ class CriticEngine(MiniBatchTrainer):
     @torch.no_grad()
     def values(self, batch: Batch) -> Ragged:
         """One float32 value a response token, in passes that fit the memory."""
-        longest = int(sample_lengths(batch).max())
-        undo = partial(end_passes, self.critic)
-        found = self.forward_limit.run(lambda size, tokens: self._values(batch, size, tokens), longest, undo)
-        end_passes(self.critic)
-        return found
+        work = partial(self._values, batch)
+        return self._without_backward(self.critic, self.forward_limit, work, batch)
 
     def _values(self, batch: Batch, size: int, tokens: int | None) -> Ragged:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")

@@ -7,7 +7,6 @@ micro-batch, so that no result depends on the cut.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from .log_probs import TokenScorer
 from .lora import merged_weights
 from .measures import mismatch
 from .memory import MemoryLimit
-from .micro_batches import micro_batches, sample_lengths
+from .micro_batches import micro_batches
 from .mini_batch_trainer import MiniBatch, MiniBatchTrainer
 from .optimizer import ModelOptimizer
-from .parallel import Probe, device_of, end_passes, ranks_of
+from .parallel import Probe, device_of, ranks_of
 
 
 class TorchTrainEngine(MiniBatchTrainer):
@@ -78,9 +77,7 @@ class TorchTrainEngine(MiniBatchTrainer):
         def work(size: int, tokens: int | None) -> dict[str, Ragged]:
             return forward_log_probs(scorer, batch, size, self._scoring(), tokens)
 
-        found = limit.run(work, int(sample_lengths(batch).max()), partial(end_passes, scorer))
-        end_passes(scorer)
-        return found
+        return self._without_backward(scorer, limit, work, batch)
 
     def _scoring(self) -> "Scoring":
         return Scoring(temperature=self.config.actor_rollout_ref.rollout.temperature, vocab_limit=self.vocab_limit)

@@ -7,18 +7,19 @@ place, and each rank then makes its share of the passes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch import Batch, Ragged
 from ..errors import NonFiniteError
 from ..plan import TrainPlan
 from .flops import ModelFlops
 from .layout import TokenLayout
-from .memory import MemoryLimit
+from .memory import MemoryLimit, Result
 from .micro_batches import micro_batches, sample_lengths
 from .optimizer import ModelOptimizer
 from .parallel import Probe, device_of, end_passes, more_passes, ranks_of, whole_weights
@@ -161,6 +162,14 @@ class MiniBatchTrainer:
         """Drop what the passes of a mini-batch have left so far."""
         end_passes(self.root)
         self.optimizer.zero_grad()
+
+    def _without_backward(
+        self, model: nn.Module, limit: MemoryLimit, work: Callable[[int, int | None], Result], batch: Batch
+    ) -> Result:
+        """`work(samples, tokens)` in forward passes that fit the memory; `model` is in shards again afterwards."""
+        found = limit.run(work, int(sample_lengths(batch).max()), partial(end_passes, model))
+        end_passes(model)
+        return found
 
     def _begin(self, batch: Batch, mini_batch: MiniBatch, step: int) -> None:
         """What is computed once over the whole mini-batch, before its first micro-batch."""

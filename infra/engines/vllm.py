@@ -267,10 +267,10 @@ def _start(vllm: Any, settings: VllmSettings, processor: type, sleeps: bool) -> 
     }
     if cpu:
         options["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    _check_further(vllm, settings.engine_kwargs, options)
-    options |= settings.engine_kwargs
     if world > 1:  # every process of the group has its own engine, or its shard of one
         options["distributed_executor_backend"] = "external_launcher"
+    _check_further(vllm, settings.engine_kwargs, options)  # after all that is set here: nothing is replaced in silence
+    options |= settings.engine_kwargs
     set_num_threads = torch.set_num_threads
     try:
         return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**options))
