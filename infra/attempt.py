@@ -270,6 +270,7 @@ class Attempt:
 
     def retire_redo_logs(self) -> None:
         """Delete what only a replay needs, for steps that every kept checkpoint covers."""
+        self.commits.settle()  # what is still to be flushed must be there
         kept = snapshots.steps_on_disk(self.checkpoints)
         covered = min(kept, default=0)
         for step in range(self.origin.step + 1, covered + 1):
